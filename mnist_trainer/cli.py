@@ -1,0 +1,231 @@
+"""The command line: train, predict, list devices and runs, with no Streamlit in sight."""
+
+# PyTorch takes seconds to import: each command imports what it needs, so that `--help` answers at once.
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .config import OPTIMIZERS, PIPELINES, TrainConfig
+from .errors import ImageError, MnistTrainerError, RunFolderError
+
+if TYPE_CHECKING:
+    from .runs import Run
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+EPILOG = """\
+examples:
+  python -m mnist_trainer train --epochs 5 --lr 0.5 --hidden 32
+  python -m mnist_trainer predict my-seven.png
+  python -m mnist_trainer runs
+
+Runs are kept in `mnist-trainer/runs` in your home folder, where the dashboard shows them;
+the environment variable MNIST_TRAINER_HOME names another folder instead of `mnist-trainer`.
+
+exit status: 0 all is well, 1 a run or a picture failed, 2 bad arguments, 130 stopped by Ctrl-C
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.command(options)
+    except MnistTrainerError as error:
+        print(error, file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mnist_trainer",
+        description="Train a digit classifier on MNIST, and have it read pictures.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_predict(commands)
+    devices = commands.add_parser("devices", help="list the devices that can train, and why others cannot")
+    devices.set_defaults(command=_devices)
+    runs = commands.add_parser("runs", help="list the runs, newest first")
+    runs.set_defaults(command=_runs)
+    for command in (devices, runs):
+        command.add_argument("--json", action="store_true", help="one JSON object a line")
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a network and keep it as a run",
+        description="Train 784 → hidden → 10 on 50,000 MNIST images, validate on 10,000 after each epoch, and "
+        "measure once on the 10,000 test images at the end. Ctrl-C stops after the current step and keeps the run.",
+    )
+    default = TrainConfig()
+    # Taken as text and checked by TrainConfig: one place, one sentence for a bad value.
+    for flag, field, text in (
+        ("--device", "device", "auto (the fastest), cpu, cuda, cuda:1, mps, xpu; see `devices`"),
+        ("--epochs", "epochs", "passes over the training images"),
+        ("--lr", "learning_rate", "learning rate; 0.5 suits SGD, 0.1 SGD-momentum, 0.001 Adam and AdamW"),
+        ("--hidden", "hidden_size", "units in the hidden layer"),
+        ("--batch-size", "batch_size", "images per step"),
+        ("--optimizer", "optimizer", ", ".join(OPTIMIZERS)),
+        ("--seed", "seed", "of the split, the first weights and the order of the images"),
+        ("--pipeline", "pipeline", " or ".join(PIPELINES) + " (the article's, image by image)"),
+    ):
+        train.add_argument(
+            flag, dest=field, metavar=flag[2:].upper(), help=f"{text} (default {getattr(default, field)})"
+        )
+    train.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    train.set_defaults(command=_train)
+
+
+def _add_predict(commands: Any) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="read the digit in each picture",
+        description="Read the digit in each picture: dark on light or light on dark, any size, PNG, JPEG and others.",
+    )
+    predict.add_argument("--run", default="latest", metavar="ID", help="whose weights to use (default latest)")
+    predict.add_argument(
+        "--json",
+        action="store_true",
+        help='one JSON object a line: {"file", "digit", "probabilities"}, or {"file", "error"}',
+    )
+    predict.add_argument("images", nargs="+", metavar="IMAGE")
+    predict.set_defaults(command=_predict)
+
+
+def _train(options: argparse.Namespace) -> int:
+    names = ("device", "epochs", "learning_rate", "hidden_size", "batch_size", "optimizer", "seed", "pipeline")
+    texts = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    config = TrainConfig.from_text(texts)
+
+    from .runs import RunManager
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill keeps the run as Ctrl-C does
+    manager = RunManager()
+    run = manager.start(config)
+    try:
+        _show_progress(run)
+    except KeyboardInterrupt:
+        print("Stopping; the run is kept.", file=sys.stderr)
+    finally:
+        manager.shutdown(timeout_seconds=60)
+    print(json.dumps(_as_json(run)) if options.json else _ending(run))
+    return {"finished": OK, "stopped": INTERRUPTED}.get(run.state.status, FAILED)
+
+
+def _show_progress(run: "Run") -> None:
+    """Follow `run` on standard error until it ends: a bar on a terminal, a line an epoch anywhere."""
+    from tqdm import tqdm
+
+    shown = 0
+    print(f"Run {run.id} on {run.state.device_label}", file=sys.stderr)
+    with tqdm(total=run.config.total_steps, unit="step", disable=None, file=sys.stderr) as bar:
+        while True:
+            has_ended = run.ended.wait(0.2)
+            snapshot = run.snapshot()
+            for epoch in snapshot.epochs[shown:]:
+                line = f"Epoch [{epoch.epoch}], val_loss: {epoch.val_loss:.4f}, val_acc: {epoch.val_accuracy:.4f}"
+                tqdm.write(line, file=sys.stderr)
+            shown = len(snapshot.epochs)
+            if snapshot.steps:
+                bar.set_postfix(loss=f"{snapshot.losses[-50:].mean():.4f}", refresh=False)
+            bar.update(snapshot.steps - bar.n)
+            if has_ended:
+                return
+
+
+def _ending(run: "Run") -> str:
+    state = run.state
+    lines = [f"{state.status.capitalize()} after {run.seconds:.1f} s. {state.message}".strip()]
+    if state.test_accuracy is not None:
+        lines.append(f"Test accuracy {state.test_accuracy:.2%} (10,000 images the network never saw).")
+    lines.append(f"Kept in {run.folder.path}")
+    return "\n".join(lines)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from .drawing import open_image, to_mnist
+    from .prediction import model_of, predict
+    from .runs import RunManager
+
+    run = RunManager().get(options.run)
+    checkpoint = run.checkpoint()
+    if checkpoint is None:
+        raise RunFolderError(f"Run {run.id} has no weights yet: its first epoch is not done. Wait, or choose another.")
+    model = model_of(checkpoint)
+    if not options.json:
+        print(f"Weights of run {run.id}, {checkpoint.trust}.", file=sys.stderr)
+    status = OK
+    for file in options.images:
+        try:
+            prediction = predict(model, to_mnist(open_image(file)))
+        except ImageError as error:
+            status = FAILED
+            row = {"file": file, "error": str(error)}
+            text = f"{file}: {error}"
+        else:
+            row = {"file": file, "digit": prediction.digit, "probabilities": prediction.probabilities}
+            text = f"{file}: {prediction.digit} ({prediction.probability:.1%})"
+        print(json.dumps(row) if options.json else text)
+    return status
+
+
+def _devices(options: argparse.Namespace) -> int:
+    from .devices import all_devices
+
+    for device in all_devices():
+        if options.json:
+            print(json.dumps({"name": device.name, "label": device.label, "problem": device.problem or None}))
+        else:
+            print(f"{device.name:8} {device.label}" + (f": not available, {device.problem}" * bool(device.problem)))
+    return OK
+
+
+def _runs(options: argparse.Namespace) -> int:
+    from .runs import RunManager
+
+    for run in RunManager().all():
+        if options.json:
+            print(json.dumps(_as_json(run)))
+        else:
+            test = run.state.test_accuracy
+            accuracy = "" if test is None else f"test accuracy {test:.2%}"
+            print(f"{run.id:24} {run.state.status:12} {accuracy:22} {_settings(run.config)}")
+    return OK
+
+
+def _settings(config: TrainConfig) -> str:
+    return (
+        f"{config.device}, {config.epochs} epochs, lr {config.learning_rate:g}, hidden {config.hidden_size}, "
+        f"batch {config.batch_size}, {config.optimizer}, seed {config.seed}, {config.pipeline}"
+    )
+
+
+def _as_json(run: "Run") -> dict[str, Any]:
+    snapshot = run.snapshot()
+    return {
+        "id": run.id,
+        "folder": str(run.folder.path),
+        "status": run.state.status,
+        "message": run.state.message,
+        "settings": run.config.to_json(),
+        "steps": snapshot.steps,
+        "epochs": len(snapshot.epochs),
+        "best_val_accuracy": snapshot.best_val_accuracy,
+        "test_accuracy": run.state.test_accuracy,
+        "test_loss": run.state.test_loss,
+        "seconds": round(run.seconds, 3),
+    }

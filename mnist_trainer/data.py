@@ -1,0 +1,235 @@
+"""MNIST: unpacked from the copy in this package, checked, split, and cut into batches."""
+
+import functools
+import hashlib
+import http.client
+import shutil
+import socket
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, Subset
+
+from .config import TRAIN_SIZE, VAL_SIZE, TrainConfig
+from .devices import DeviceDataLoader
+from .errors import DataError
+from .model import Batch
+from .training import Batches
+
+SHIPPED = Path(__file__).with_name("mnist")
+MNIST_FOLDER = Path("MNIST", "raw")  # inside the root, where torchvision looks
+
+# File → MD5 of the .gz (torchvision's own) and MD5 unpacked.
+MD5 = {
+    "train-images-idx3-ubyte": ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+    "train-labels-idx1-ubyte": ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+    "t10k-images-idx3-ubyte": ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+    "t10k-labels-idx1-ubyte": ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+}
+DOWNLOAD_TIMEOUT_SECONDS = 10.0  # of silence, a mirror each
+LOCK_TIMEOUT_SECONDS = 60.0  # unpacking takes half a second; a download some more
+
+
+@dataclass(frozen=True, slots=True)
+class Mnist:
+    """All of MNIST in memory, as bytes: ink 255 on background 0.
+
+    Attributes:
+        root: the folder that holds `MNIST/raw`.
+        train_images: uint8, shape (60000, 1, 28, 28); validation is cut from these.
+        train_labels: int64, shape (60000,).
+        test_images: uint8, shape (10000, 1, 28, 28).
+        test_labels: int64, shape (10000,).
+    """
+
+    root: Path
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+class DeviceBatches:
+    """Batches cut where the images lie: no per-image Python, and nothing copied to the device per step.
+
+    Args:
+        images: uint8, shape (n, 1, 28, 28), on the device.
+        labels: int64, shape (n,), on the same device.
+        batch_size: images per batch; the last may be smaller.
+        generator: draws a new order each time it is gone through; without one the order stays.
+    """
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, batch_size: int, generator: torch.Generator | None = None
+    ) -> None:
+        self.images = images
+        self.labels = labels
+        self.batch_size = batch_size
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Batch]:
+        count = len(self.labels)
+        # Drawn on the CPU on every device: one seed gives one order, the DataLoader's.
+        order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
+        for index in order.to(self.labels.device).split(self.batch_size):
+            # As torchvision's ToTensor: float32 in [0, 1].
+            yield self.images.index_select(0, index).float().div_(255), self.labels.index_select(0, index)
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-len(self.labels) // self.batch_size)
+
+
+def load_mnist(root: Path) -> Mnist:
+    """MNIST from `root`, unpacked there first if need be. Loaded once per process and root.
+
+    Raises:
+        DataError: the data cannot be had; says what to put where.
+    """
+    with _load_lock:  # ten tabs on a cold server load it once
+        return _load_mnist(root.resolve())
+
+
+def split_indices(seed: int) -> tuple[Tensor, Tensor]:
+    """Which of the 60,000 are for training (50,000) and which for validation (10,000), by seed."""
+    order = torch.randperm(TRAIN_SIZE + VAL_SIZE, generator=torch.Generator().manual_seed(seed))
+    return order[:TRAIN_SIZE], order[TRAIN_SIZE:]
+
+
+def train_and_val_loaders(mnist: Mnist, config: TrainConfig, device: torch.device | str) -> tuple[Batches, Batches]:
+    """The training and validation batches of a run, on `device`.
+
+    Both pipelines give the same batches in the same order. Training order is drawn anew each epoch;
+    validation batches are twice as large, as in the article.
+    """
+    train, val = split_indices(config.seed)
+    generator = torch.Generator().manual_seed(config.seed)
+    if config.pipeline == "DataLoader":
+        return _article_loaders(mnist.root, config, device, train, val, generator)
+    images, labels = mnist.train_images, mnist.train_labels
+    return (
+        DeviceBatches(images[train].to(device), labels[train].to(device), config.batch_size, generator),
+        DeviceBatches(images[val].to(device), labels[val].to(device), 2 * config.batch_size),
+    )
+
+
+def test_loader(mnist: Mnist, device: torch.device | str) -> Batches:
+    """The 10,000 test images in batches, on `device`."""
+    return DeviceBatches(mnist.test_images.to(device), mnist.test_labels.to(device), batch_size=256)
+
+
+def prepare_files(root: Path) -> None:
+    """Put the four files, unpacked and checked, into `root/MNIST/raw`.
+
+    Safe against an interrupted unpacking (files are checked by MD5, not by name) and against other
+    processes doing the same.
+
+    Raises:
+        DataError: not to be had from the package nor by download, or the folder cannot be written.
+    """
+    raw = root / MNIST_FOLDER
+    if not _damaged(raw):
+        return
+    try:
+        raw.mkdir(parents=True, exist_ok=True)
+        with FileLock(raw / ".lock", timeout=LOCK_TIMEOUT_SECONDS):
+            _unpack(raw)
+    except PermissionError as error:
+        raise DataError(
+            f"MNIST could not be unpacked to {raw}: the folder cannot be written. "
+            "Make it writable, or set MNIST_TRAINER_HOME to a folder that is."
+        ) from error
+    except (OSError, RuntimeError, EOFError, zlib.error, http.client.HTTPException) as error:
+        # What a full disk, a broken archive and torchvision's download raise, one after the other.
+        raise DataError(_what_to_put_where(raw, error)) from error
+
+
+def _unpack(raw: Path) -> None:
+    from torchvision.datasets import MNIST
+
+    damaged = _damaged(raw)
+    if not damaged:  # another process was faster
+        return
+    for name in damaged:
+        (raw / name).unlink(missing_ok=True)
+    for name, (md5, _) in MD5.items():  # all four: torchvision would download one it misses
+        archive = SHIPPED / f"{name}.gz"
+        if _md5(raw / archive.name) != md5 and _md5(archive) == md5:
+            shutil.copyfile(archive, raw / archive.name)
+    # It unpacks the archives it finds there, and downloads those whose MD5 is wrong.
+    # urllib has no time-out of its own: a dead network would hang here for minutes.
+    timeout_before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_SECONDS)
+    try:
+        MNIST(raw.parents[1], download=True)
+    finally:
+        socket.setdefaulttimeout(timeout_before)
+    if damaged := _damaged(raw):
+        raise OSError(f"{', '.join(damaged)} came out damaged")
+
+
+@functools.lru_cache(maxsize=1)
+def _load_mnist(root: Path) -> Mnist:
+    # Takes two seconds to import, which `--help` and a page without a run need not wait for.
+    from torchvision.datasets import MNIST
+
+    prepare_files(root)
+    train, test = MNIST(root, train=True), MNIST(root, train=False)
+    return Mnist(root, train.data.unsqueeze(1), train.targets, test.data.unsqueeze(1), test.targets)
+
+
+_load_lock = threading.Lock()
+
+
+def _article_loaders(
+    root: Path,
+    config: TrainConfig,
+    device: torch.device | str,
+    train: Tensor,
+    val: Tensor,
+    generator: torch.Generator,
+) -> tuple[Batches, Batches]:
+    """The article's way: images one by one through `ToTensor`, batches copied to the device.
+
+    Without worker processes: started from the dashboard's thread they can freeze, they outlive a
+    stopped run, and on Windows they are many times slower.
+    """
+    from torchvision.datasets import MNIST
+    from torchvision.transforms import ToTensor
+
+    dataset = MNIST(root, transform=ToTensor())
+    training, validation = Subset(dataset, train.tolist()), Subset(dataset, val.tolist())
+    pin_memory = torch.device(device).type == "cuda"
+    # The sampler, not the loader, gets the generator: a loader draws from it for its workers too.
+    sampler = RandomSampler(training, generator=generator)
+    return (
+        DeviceDataLoader(DataLoader(training, config.batch_size, sampler=sampler, pin_memory=pin_memory), device),
+        DeviceDataLoader(DataLoader(validation, 2 * config.batch_size, pin_memory=pin_memory), device),
+    )
+
+
+def _damaged(raw: Path) -> list[str]:
+    return [name for name, (_, md5) in MD5.items() if _md5(raw / name) != md5]
+
+
+def _md5(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            # A check against accidents, not a signature.
+            return hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False)).hexdigest()
+    except FileNotFoundError:
+        return ""
+
+
+def _what_to_put_where(raw: Path, error: BaseException) -> str:
+    files = ", ".join(f"{name}.gz" for name in MD5)
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"MNIST could not be unpacked to {raw} ({reason}). Put the four original files there, {files}, and try again."
+    )

@@ -1,0 +1,94 @@
+"""The training loop: one `fit` for the article's script, the dashboard and the command line."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .config import check_epochs, check_learning_rate
+from .model import Batch, MnistModel
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+
+# The keys are config.OPTIMIZERS's. Called with (parameters, lr), as the article calls `opt_func`.
+OPTIMIZER_FACTORIES: dict[str, OptimizerFactory] = {
+    "SGD": torch.optim.SGD,
+    "SGD-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+}
+
+
+class Batches(Protocol):
+    """An iterable of (images, labels) that can be gone through again and again."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __len__(self) -> int: ...
+
+
+def fit(
+    epochs: int,
+    lr: float,
+    model: MnistModel,
+    train_loader: Iterable[Any],
+    val_loader: Iterable[Any],
+    opt_func: OptimizerFactory = torch.optim.SGD,
+    *,
+    on_step: Callable[[Tensor], None] | None = None,
+    on_epoch: Callable[[int, dict[str, float]], None] | None = None,
+) -> list[dict[str, float]]:
+    """Train `model`, and validate it after each epoch.
+
+    Args:
+        epochs: passes over `train_loader`.
+        lr: learning rate.
+        model: already on the device of the batches.
+        train_loader: yields (images, labels).
+        val_loader: the same, for validation.
+        opt_func: called with the model's parameters and `lr`.
+        on_step: called after each optimizer step with its loss, a detached scalar on the device.
+            Reading the number makes a GPU wait, so a caller that can should read many at once.
+        on_epoch: called after each epoch with its number, from 1, and its validation result, in place
+            of `model.epoch_end`, which prints.
+
+    Returns:
+        One `{"val_loss": float, "val_acc": float}` an epoch.
+
+    Raises:
+        ConfigError: epochs or learning rate out of range.
+        Whatever a loader or a callback raises; that is how a run is stopped.
+    """
+    check_epochs(epochs)
+    check_learning_rate(lr)
+    history = []
+    optimizer = opt_func(model.parameters(), lr)
+    for epoch in range(1, epochs + 1):
+        model.train()
+        for batch in train_loader:
+            loss = model.training_step(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if on_step:
+                on_step(loss.detach())
+        result = evaluate(model, val_loader)
+        (on_epoch or model.epoch_end)(epoch, result)
+        history.append(result)
+    return history
+
+
+@torch.no_grad()
+def evaluate(model: MnistModel, val_loader: Iterable[Any]) -> dict[str, float]:
+    """Loss and accuracy of `model` on all batches of `val_loader`.
+
+    Returns:
+        `{"val_loss": mean cross-entropy in nats per image, "val_acc": fraction right, exact}`.
+    """
+    was_training = model.training
+    model.eval()
+    outputs = [model.validation_step(batch) for batch in val_loader]
+    model.train(was_training)
+    return model.validation_epoch_end(outputs)

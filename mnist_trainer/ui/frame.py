@@ -1,0 +1,89 @@
+"""What every page shares: its frame, the run manager, and how errors are shown."""
+
+import atexit
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import streamlit as st
+
+from mnist_trainer.errors import MnistTrainerError
+
+if TYPE_CHECKING:
+    from mnist_trainer.runs import Run, RunManager
+
+PAGES = (
+    ("app.py", "Home", ":material/home:"),
+    ("pages/train.py", "Train", ":material/model_training:"),
+    ("pages/draw.py", "Draw", ":material/draw:"),
+)
+STATUS_COLORS = {
+    "running": "blue",
+    "finished": "green",
+    "stopped": "orange",
+    "diverged": "red",
+    "failed": "red",
+    "interrupted": "orange",
+}
+
+
+@contextmanager
+def page(title: str) -> Iterator["RunManager"]:
+    """The frame of a page: its title, the sidebar, and a sentence for an error instead of a traceback.
+
+    Every page's script runs inside it, and nothing else of Streamlit is called before.
+    """
+    st.set_page_config(page_title=f"{title} · MNIST Trainer", page_icon="🔢", layout="wide")
+    st.html(
+        "<style>.stMainBlockContainer { padding-top: 3.5rem }</style>"
+    )  # half of it, so that charts fit a projector
+    with st.sidebar:
+        st.markdown("**MNIST Trainer**")
+        for path, label, icon in PAGES:
+            st.page_link(path, label=label, icon=icon)
+    with errors_shown():
+        runs = manager()
+        if training := runs.training:
+            with st.sidebar:
+                st.badge("A run is training", icon=":material/bolt:", color="blue")
+                st.caption(training.id)
+        yield runs
+
+
+@contextmanager
+def errors_shown() -> Iterator[None]:
+    """Show a `MnistTrainerError` as its sentence. A fragment needs its own: it reruns without its page."""
+    try:
+        yield
+    except MnistTrainerError as error:
+        st.error(str(error), icon=":material/error:")
+
+
+@st.cache_resource(show_spinner="Starting PyTorch …", on_release=lambda runs: runs.shutdown())
+def manager() -> "RunManager":
+    """The one run manager of this process: runs outlive tabs and reloads."""
+    from mnist_trainer.runs import RunManager  # imports PyTorch: under the spinner
+
+    runs = RunManager()
+    # Without this join a training thread would abort the interpreter as it shuts down.
+    atexit.register(runs.shutdown)
+    # PyTorch's 400,000 objects need no looking through at each later garbage collection.
+    gc.collect()
+    gc.freeze()
+    return runs
+
+
+def status_badge(run: "Run") -> None:
+    """The run's status, in words and colour."""
+    st.badge(run.state.status, color=STATUS_COLORS.get(run.state.status, "gray"))  # type: ignore[arg-type]
+
+
+def settings_line(run: "Run") -> str:
+    """The settings of a run in one line."""
+    config = run.config
+    return (
+        f"{run.state.device_label or config.device} · hidden size {config.hidden_size:,} · "
+        f"learning rate {config.learning_rate:g} · {config.epochs:,} epoch{'s' * (config.epochs != 1)} · "
+        f"batch {config.batch_size:,}"
+    )

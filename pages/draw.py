@@ -1,0 +1,80 @@
+"""The Draw page: a canvas, and what a network reads in it while it is drawn."""
+
+import streamlit as st
+
+from mnist_trainer.config import TrainConfig
+from mnist_trainer.drawing import render, to_mnist
+from mnist_trainer.errors import BlankDrawingError, MnistTrainerError
+from mnist_trainer.prediction import model_of, predict
+from mnist_trainer.runs import Run, RunManager
+from mnist_trainer.ui.canvas import canvas, read_canvas
+from mnist_trainer.ui.frame import errors_shown, page
+
+QUICK_EPOCHS = 3  # two seconds on a laptop's CPU, 95 % right
+REFRESH_SECONDS = 1.0  # while the network that reads is still training
+
+
+def main(runs: RunManager) -> None:
+    st.title("Draw a digit")
+    choices = {run.id: run for run in runs.all() if run.has_weights or run.is_live}
+    if not choices:
+        st.info("No network has been trained yet, so nobody can read your digit.")
+        st.button(
+            "Train a quick one here", type="primary", icon=":material/bolt:", on_click=train_quickly, args=(runs,)
+        )
+        return
+    run = choices[choose(choices)]
+    st.fragment(pad, run_every=REFRESH_SECONDS if run.is_live else None)(run, run.is_live)
+
+
+def train_quickly(runs: RunManager) -> None:
+    try:
+        runs.start(TrainConfig(epochs=QUICK_EPOCHS))
+    except MnistTrainerError as error:
+        st.toast(str(error), icon=":material/error:", duration="infinite")
+
+
+def choose(choices: dict[str, Run]) -> str:
+    """Let the user choose a run; the newest, or the one in the URL, is chosen at first."""
+    ids = list(choices)
+    wanted = st.query_params.get("run", ids[0])
+    if wanted not in ids:
+        st.warning(f"There is no run '{wanted[:60]}' with weights. The newest is used instead.")
+        wanted = ids[0]
+    chosen: str = st.selectbox(
+        "Network", ids, ids.index(wanted), format_func=lambda run_id: label(choices[run_id]), key="network"
+    )
+    return chosen
+
+
+def label(run: Run) -> str:
+    test = run.state.test_accuracy
+    how = "training now" if run.is_live else run.state.status if test is None else f"test accuracy {test:.1%}"
+    return f"{run.id} · {how} · hidden size {run.config.hidden_size:,}"
+
+
+def pad(run: Run, was_live: bool) -> None:
+    """The canvas and the answer: a stroke reruns only this."""
+    with errors_shown():
+        run.refresh()
+        if was_live and not run.is_live:
+            st.rerun()  # its label changes, and nothing needs refreshing any more
+        checkpoint = run.checkpoint()
+        if checkpoint is None:
+            st.info("This network has only just begun. A moment …")
+            return
+        if run.is_live:
+            done = run.snapshot().steps / run.config.total_steps
+            st.progress(done, text="This network is training now; its answers change as it learns.")
+        st.caption(f"The answer comes from run {run.id}: {checkpoint.trust}.")
+        drawing = read_canvas("pad")
+        try:
+            image = to_mnist(render(drawing.strokes))
+        except BlankDrawingError:
+            canvas("pad", drawing.seq, None, None)
+        else:
+            canvas("pad", drawing.seq, predict(model_of(checkpoint), image), image)
+
+
+with page("Draw") as runs:
+    main(runs)

@@ -1,0 +1,309 @@
+"""The Train page: settings, one button, and the run as it learns."""
+
+from typing import Any
+
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+
+from mnist_trainer.charts import X_AXES, accuracy_figure, loss_figure
+from mnist_trainer.config import OPTIMIZERS, PIPELINES, TrainConfig
+from mnist_trainer.devices import all_devices, find_device
+from mnist_trainer.errors import MnistTrainerError
+from mnist_trainer.runs import Run, RunManager
+from mnist_trainer.store import RunState
+from mnist_trainer.ui.frame import errors_shown, page, settings_line, status_badge
+from mnist_trainer.ui.live_chart import live_chart
+
+REFRESH_SECONDS = 0.5
+DEFAULT_SMOOTHING = 0.9
+PLAIN_DELTA: dict[str, Any] = {
+    "delta_color": "off",
+    "delta_arrow": "off",
+    "border": True,
+}  # a second line, not a change
+ADVICE = "train_advice"  # in the session: why the last start was refused
+
+# A control's key, which is its name in the URL too → the setting.
+SETTINGS = {
+    "device": "device",
+    "epochs": "epochs",
+    "lr": "learning_rate",
+    "hidden": "hidden_size",
+    "batch": "batch_size",
+    "optimizer": "optimizer",
+    "seed": "seed",
+    "pipeline": "pipeline",
+}
+
+
+def main(runs: RunManager) -> None:
+    st.title("Train")
+    check_address()
+    controls()
+    run = chosen_run(runs)
+    buttons(runs, run)
+    if problem := st.session_state.get(ADVICE):
+        st.error(problem, icon=":material/error:")
+    if run is None:
+        st.info("No run yet. Keep these settings, or change them, and press **Start training**.")
+        return
+    st.fragment(live_panel, run_every=REFRESH_SECONDS if run.is_live else None)(run, run.state)
+    chart_options()
+
+
+def check_address() -> None:
+    """Say what is wrong with settings in the URL: Streamlit would drop some of them without a word."""
+    for key, setting in SETTINGS.items():
+        text = st.query_params.get(key)
+        if text is None or key in st.session_state:  # once mounted, the control and the URL agree
+            continue
+        try:
+            value = getattr(TrainConfig.from_text({setting: text}), setting)
+            if key == "device":
+                value = find_device(value).name
+        except MnistTrainerError as error:
+            st.warning(f"{error} (The address has {key}={text[:60]}.)")
+        else:
+            if isinstance(value, str) and value != text:
+                st.session_state[key] = value  # the control knows its own spelling only
+
+
+def controls() -> None:
+    """All settings. They are kept in the URL, and nothing is sent before a button is pressed."""
+    kept: dict[str, Any] = {"bind": "query-params", "on_change": "ignore"}
+    default = TrainConfig()
+    devices = all_devices()
+    with st.container(border=True):
+        grid = st.grid(4, min_column_width=170)
+        grid.selectbox(
+            "Device",
+            [device.name for device in devices if device.is_available],  # the fastest first
+            key="device",
+            help="\n\n".join(f"{device.name}: {device.label}. {device.problem}" for device in devices),
+            **kept,
+        )
+        grid.number_input(
+            "Epochs", value=default.epochs, step=1, key="epochs", help="Passes over the 50,000 training images.", **kept
+        )
+        grid.number_input(
+            "Learning rate",
+            value=default.learning_rate,
+            step=0.1,
+            format="%g",
+            key="lr",
+            help="How far each step goes. 0.5 suits SGD, 0.1 SGD-momentum, 0.001 Adam and AdamW.",
+            **kept,
+        )
+        grid.number_input(
+            "Hidden size",
+            value=default.hidden_size,
+            step=32,
+            key="hidden",
+            help="Units in the hidden layer: 784 → hidden → 10.",
+            **kept,
+        )
+        with st.expander("More settings"):
+            grid = st.grid(4, min_column_width=170)
+            grid.number_input(
+                "Batch size", value=default.batch_size, step=32, key="batch", help="Images per step.", **kept
+            )
+            grid.selectbox(
+                "Optimizer",
+                OPTIMIZERS,
+                key="optimizer",
+                help="SGD-momentum has momentum 0.9. With Adam or AdamW, choose a learning rate near 0.001.",
+                **kept,
+            )
+            grid.number_input(
+                "Seed",
+                value=default.seed,
+                step=1,
+                key="seed",
+                help="One seed, one run: it sets the split, the first weights and the order of the images.",
+                **kept,
+            )
+            grid.selectbox(
+                "Data pipeline",
+                PIPELINES,
+                key="pipeline",
+                help="on-device: all images lie on the device, batches are cut there. DataLoader: the article's "
+                "way, image by image, then copied. Both give the same batches; compare the speed.",
+                **kept,
+            )
+
+
+def chosen_run(runs: RunManager) -> Run | None:
+    """The run in the URL, or the newest: a reload or a second tab finds it again."""
+    run_id = st.query_params.get("run")
+    if run_id:
+        try:
+            return runs.get(run_id)
+        except MnistTrainerError as error:
+            st.warning(f"{error} The newest run is shown instead.")
+            del st.query_params["run"]
+    return runs.latest()
+
+
+def buttons(runs: RunManager, run: Run | None) -> None:
+    training = runs.training
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.button(
+            "Start training",
+            type="primary",
+            icon=":material/play_arrow:",
+            shortcut="Ctrl+Shift+S",
+            disabled=training is not None,
+            on_click=start,
+            args=(runs,),
+        )
+        st.button("Stop", icon=":material/stop:", disabled=training is None, on_click=stop, args=(runs,))
+        if training and run is not training:
+            st.button("Show the run that is training", on_click=show, args=(training.id,))
+        has_ended = run and not run.is_live and run.has_weights
+        if run and has_ended and st.button("Draw a digit", icon=":material/draw:"):
+            st.switch_page("pages/draw.py", query_params={"run": run.id})
+        if run and run.state.suggested_learning_rate:
+            rate = run.state.suggested_learning_rate
+            st.button(
+                f"Try learning rate {rate:g}", icon=":material/replay:", on_click=retry, args=(runs, run.id, rate)
+            )
+
+
+def start(runs: RunManager) -> None:
+    """Callback of Start training: the controls' values have come with the click."""
+    begin(runs, {setting: st.session_state[key] for key, setting in SETTINGS.items()})
+
+
+def retry(runs: RunManager, run_id: str, learning_rate: float) -> None:
+    """Callback of "Try learning rate …": the same settings again, with that one."""
+    run = runs.get(run_id)
+    run.stop.set()
+    run.ended.wait(5) if run.is_trained_here else None
+    st.session_state["lr"] = learning_rate
+    begin(runs, {**run.config.to_json(), "learning_rate": learning_rate})
+
+
+def begin(runs: RunManager, settings: dict[str, object]) -> None:
+    try:
+        run = runs.start(TrainConfig.from_json(settings))
+    except MnistTrainerError as error:
+        st.session_state[ADVICE] = str(error)
+    else:
+        st.session_state.pop(ADVICE, None)
+        show(run.id)
+
+
+def stop(runs: RunManager) -> None:
+    if training := runs.training:
+        training.stop.set()
+        training.ended.wait(2)  # a step takes milliseconds: the page then shows the end at once
+
+
+def show(run_id: str) -> None:
+    st.query_params["run"] = run_id
+
+
+def live_panel(run: Run, shown_state: RunState) -> None:
+    """The run's progress, figures and charts: the only part of the page that refreshes by itself."""
+    with errors_shown():
+        run.refresh()
+        if run.state != shown_state:
+            st.rerun()  # the buttons above depend on it, and an ended run is not refreshed any more
+        with st.container(horizontal=True, vertical_alignment="center"):
+            status_badge(run)
+            st.caption(f"{run.id} · {settings_line(run)}")
+        if run.state.message:
+            show_message = st.error if run.state.status in ("failed", "diverged") else st.warning
+            show_message(run.state.message)
+        if run.is_live:
+            st.progress(run.snapshot().steps / run.config.total_steps, text=progress_text(run))
+        figures(run)
+        charts(run)
+
+
+def progress_text(run: Run) -> str:
+    steps, config = run.snapshot().steps, run.config
+    if not steps:
+        return "Loading MNIST …"
+    epoch = min(steps // config.steps_per_epoch + 1, config.epochs)
+    return (
+        f"Epoch {epoch:,} of {config.epochs:,} · step {steps:,} of {config.total_steps:,} · "
+        f"{duration(run.seconds_left or 0)} left"
+    )
+
+
+def figures(run: Run) -> None:
+    """The run in numbers, each with the set it is from. The tiles are the same from start to end."""
+    history, state = run.snapshot(), run.state
+    loss, right = history.recent(history.losses), history.recent(history.accuracies)
+    last, speed = history.last_epoch, run.images_per_second
+    grid = st.grid(4, min_column_width=190)
+    tile(grid, "Training accuracy", right, f"loss {number(loss, '.3f')}", "On the last 50 batches of the training set.")
+    tile(
+        grid,
+        "Validation accuracy",
+        last.val_accuracy if last else None,
+        f"loss {number(last.val_loss if last else None, '.3f')}",
+        "On 10,000 images kept out of training, after the last finished epoch.",
+    )
+    tile(
+        grid,
+        "Test accuracy",
+        state.test_accuracy,
+        "when it ends" if run.is_live else f"loss {number(state.test_loss, '.3f')}",
+        "On the 10,000 test images, measured once, when the run has ended. Nothing is chosen by it.",
+    )
+    grid.metric(
+        "Time" if run.is_live else "Total time",
+        duration(run.seconds),
+        f"{number(speed, ',.0f')} images/s",
+        **PLAIN_DELTA,
+        help="From the first step. Images per second: training images.",
+    )
+
+
+def tile(grid: DeltaGenerator, label: str, accuracy: float | None, below: str, explained: str) -> None:
+    grid.metric(label, number(accuracy, ".2%"), below, help=explained, **PLAIN_DELTA)
+
+
+def charts(run: Run) -> None:
+    history, options = run.snapshot(), st.session_state
+    x_axis, smoothing = options.get("x_axis", X_AXES[0]), options.get("smoothing", DEFAULT_SMOOTHING)
+    revision = f"{run.id} {x_axis}"  # zoom is kept until another run or axis is shown
+    left, right = st.columns(2)
+    with left:
+        st.markdown("**Loss**")
+        figure = loss_figure(history, run.config, x_axis, smoothing, bool(options.get("log_scale")))
+        live_chart("loss", figure, revision=revision, description=described("Loss", history.recent(history.losses)))
+    with right:
+        st.markdown("**Accuracy**")
+        figure = accuracy_figure(history, run.config, x_axis, smoothing)
+        shown = described("Accuracy", history.recent(history.accuracies))
+        live_chart("accuracy", figure, revision=revision, description=shown)
+
+
+def chart_options() -> None:
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
+        st.segmented_control("X axis", X_AXES, default=X_AXES[0], required=True, key="x_axis", persist_state="session")
+        st.slider("Smoothing", 0.0, 0.99, DEFAULT_SMOOTHING, key="smoothing", width=240, persist_state="session")
+        st.toggle("Log scale for loss", key="log_scale", persist_state="session")
+
+
+def described(what: str, value: float | None) -> str:
+    return f"{what} by step. Training, last 50 batches: {number(value, '.3f')}."
+
+
+def number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    return f"{minutes} min {int(seconds) % 60:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+with page("Train") as runs:
+    main(runs)

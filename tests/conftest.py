@@ -1,0 +1,41 @@
+"""Fixtures on the real MNIST, unpacked once for the whole test run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mnist_trainer.data import Mnist, load_mnist
+from mnist_trainer.runs import RunManager
+from mnist_trainer.store import HOME_VARIABLE
+
+
+@pytest.fixture(scope="session")
+def mnist_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with MNIST in it."""
+    root = tmp_path_factory.mktemp("data")
+    load_mnist(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def mnist(mnist_root: Path) -> Mnist:
+    return load_mnist(mnist_root)
+
+
+@pytest.fixture
+def home(tmp_path: Path, mnist_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder of the test's own, without runs; its MNIST is the shared one."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "data").symlink_to(mnist_root, target_is_directory=True)
+    monkeypatch.setenv(HOME_VARIABLE, str(folder))
+    return folder
+
+
+@pytest.fixture
+def runs(home: Path) -> Iterator[RunManager]:
+    """A run manager that is shut down after the test."""
+    manager = RunManager(home)
+    yield manager
+    manager.shutdown()
