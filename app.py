@@ -19,7 +19,7 @@ with page("Home") as runs:
             st.switch_page("pages/draw.py")
 
     left, right = st.columns(2)
-    with left, st.container(border=True):
+    with left, st.container(border=True, height="stretch"):
         st.subheader("Device")
         with st.spinner("Trying the devices …"):
             devices = all_devices()
@@ -27,9 +27,9 @@ with page("Home") as runs:
         st.markdown(f"**{best.label}** — the fastest that works here, and the default.")
         for device in devices:
             if not device.is_available:
-                st.caption(f"{device.label}: not available, {device.problem}")
+                st.caption(str(device))
 
-    with right, st.container(border=True):
+    with right, st.container(border=True, height="stretch"):
         st.subheader("Latest run")
         run = runs.latest()
         if run is None:

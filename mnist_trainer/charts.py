@@ -111,7 +111,7 @@ def _figure(
                 "x": position(each),
                 "y": values[each],
                 "color": TRAINING_COLOR,
-                "opacity": 0.3,
+                "opacity": 0.4,
                 "line": {"width": 1},
                 "hoverinfo": "skip",
             },
@@ -132,7 +132,10 @@ def _figure(
                 "marker": {"size": 10, "symbol": "diamond"},
             },
         ],
-        "layout": {"xaxis": {"title": {"text": x_axis}, "rangemode": "tozero"}, "yaxis": y_axis},
+        "layout": {
+            "xaxis": {"title": {"text": x_axis}, "rangemode": "tozero", "tickformat": ",~f"},
+            "yaxis": y_axis,
+        },
     }
 
 

@@ -5,6 +5,7 @@
 import argparse
 import json
 import logging
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ exit status: 0 all is well, 1 a run or a picture failed, 2 bad arguments, 130 st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     try:
         status: int = options.command(options)
     except MnistTrainerError as error:
@@ -43,6 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`--lr -1e-3` as `--lr=-1e-3`: argparse takes a negative number for a flag unless it is a plain decimal."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1].startswith("--") and re.match(r"-[\d.]|-inf|-nan", argument, re.IGNORECASE):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,7 +202,7 @@ def _devices(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"name": device.name, "label": device.label, "problem": device.problem or None}))
         else:
-            print(f"{device.name:8} {device.label}" + (f": not available, {device.problem}" * bool(device.problem)))
+            print(f"{device.name:8} {device}")
     return OK
 
 

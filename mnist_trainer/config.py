@@ -136,7 +136,7 @@ class TrainConfig:
         return 4 * parameter_count(self.hidden_size) * (3 + moments) + activations
 
     def _hidden_size_hint(self) -> str:
-        if isinstance(self.hidden_size, int) and self.hidden_size > MAX_HIDDEN_SIZE:
+        if isinstance(self.hidden_size, int) and MAX_HIDDEN_SIZE < self.hidden_size < 10**15:
             size = 4 * parameter_count(self.hidden_size)
             return f"Its weights alone would take {readable_bytes(size)}. Try 32 to 1,024."
         return "Try 32 to 1,024."

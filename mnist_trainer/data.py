@@ -10,11 +10,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, Subset
+from torch.utils.data import DataLoader, Subset
 
 from .config import TRAIN_SIZE, VAL_SIZE, TrainConfig
 from .devices import DeviceDataLoader
@@ -134,6 +135,11 @@ def prepare_files(root: Path) -> None:
         DataError: not to be had from the package nor by download, or the folder cannot be written.
     """
     raw = root / MNIST_FOLDER
+    old = raw.with_name("processed")
+    if old.exists():  # torchvision would load this in place of the files that are checked
+        raise DataError(
+            f"{old} is from an old version of torchvision, and cannot be checked. Remove it, and try again."
+        )
     if not _damaged(raw):
         return
     try:
@@ -205,13 +211,28 @@ def _article_loaders(
 
     dataset = MNIST(root, transform=ToTensor())
     training, validation = Subset(dataset, train.tolist()), Subset(dataset, val.tolist())
-    pin_memory = torch.device(device).type == "cuda"
-    # The sampler, not the loader, gets the generator: a loader draws from it for its workers too.
-    sampler = RandomSampler(training, generator=generator)
+    # A generator of their own: they draw a seed for workers, else from the process's random state.
+    options: dict[str, Any] = {"pin_memory": torch.device(device).type == "cuda", "generator": torch.Generator()}
+    order = _ShuffledIndices(len(training), generator)
     return (
-        DeviceDataLoader(DataLoader(training, config.batch_size, sampler=sampler, pin_memory=pin_memory), device),
-        DeviceDataLoader(DataLoader(validation, 2 * config.batch_size, pin_memory=pin_memory), device),
+        DeviceDataLoader(DataLoader(training, config.batch_size, sampler=order, **options), device),
+        DeviceDataLoader(DataLoader(validation, 2 * config.batch_size, **options), device),
     )
+
+
+class _ShuffledIndices:
+    """A new order for each epoch, drawn as `DeviceBatches` draws it; torch's RandomSampler draws a second to drop."""
+
+    def __init__(self, count: int, generator: torch.Generator) -> None:
+        self.count = count
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        order: list[int] = torch.randperm(self.count, generator=self.generator).tolist()
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self.count
 
 
 def _damaged(raw: Path) -> list[str]:
@@ -223,7 +244,7 @@ def _md5(path: Path) -> str:
         with path.open("rb") as file:
             # A check against accidents, not a signature.
             return hashlib.file_digest(file, functools.partial(hashlib.md5, usedforsecurity=False)).hexdigest()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return ""
 
 

@@ -1,5 +1,6 @@
 """Devices that PyTorch can train on here, each tried before it is offered."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -36,6 +37,9 @@ class Device:
     @property
     def is_available(self) -> bool:
         return not self.problem
+
+    def __str__(self) -> str:
+        return f"{self.label}: not available, {self.problem}" if self.problem else self.label
 
 
 def get_default_device() -> torch.device:
@@ -91,8 +95,10 @@ def find_device(name: str) -> Device:
     devices = all_devices()
     if wanted == "auto":
         wanted = str(get_default_device())
-    for device in devices:
-        if wanted in (device.name, device.name.partition(":")[0]):
+    kind = wanted.partition(":")[0]
+    # By its name; by its kind alone; or, where there is none of the kind, the entry that says why.
+    for device in sorted(devices, key=lambda device: device.name != wanted):
+        if wanted in (device.name, device.name.partition(":")[0]) or (device.problem and device.name == kind):
             if device.is_available:
                 return device
             raise DeviceUnavailableError(
@@ -110,8 +116,9 @@ def check_fits(config: TrainConfig, device: str) -> None:
     free = free_memory(device)
     if config.memory_bytes <= free:
         return
-    fitting = int(config.hidden_size * free / config.memory_bytes)
-    advice = f"at most {fitting:,}" if fitting else "a smaller batch"
+    one, two = (dataclasses.replace(config, hidden_size=size).memory_bytes for size in (1, 2))
+    fitting = (free - one) // (two - one) + 1  # it grows by the same for each unit
+    advice = f"at most {fitting:,}" if fitting > 0 else "a smaller batch"
     raise ConfigError(
         f"Hidden size {config.hidden_size:,} needs about {readable_bytes(config.memory_bytes)} to train, and "
         f"{device} has {readable_bytes(free)} free. Choose {advice}."
@@ -163,11 +170,12 @@ def _loss_after_steps(device: str) -> float:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(128, 1, 28, 28, generator=generator)
     labels = torch.randint(0, 10, (128,), generator=generator)
-    model = MnistModel()
-    with torch.no_grad():  # own weights: the global random state stays as it was
+    with torch.device("meta"):  # weights of its own, below: the process's random state stays as it was
+        model = MnistModel()
+    model.to_empty(device=device)
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.rand(parameter.shape, generator=generator).sub_(0.5).mul_(0.1))
-    to_device(model, device)
     batch = to_device((images, labels), device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(CHECK_STEPS):

@@ -8,7 +8,8 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,7 @@ FIELD, BOX = 28, 20
 MAX_PIXELS = 20_000_000
 MAX_POINTS = 20_000  # a hand draws some hundred points a digit
 SUPERSAMPLING = 2
-# Ink lighter than this, as a fraction of the darkest, is paper unless the paper is clean: white or
-# black to the last bit along so much of the border.
-FAINT, CLEAN_BORDER = 0.1, 0.8
+FAINT = 0.1  # ink lighter than this, as a fraction of the darkest, is paper: grain, shadow, a JPEG's ringing
 FULL_INK = 254 / 255 - 1e-6  # the darkest pixel of each of MNIST's digits has 254 or 255: not to be stretched
 
 
@@ -83,8 +82,7 @@ def open_image(source: str | Path | bytes) -> Image.Image:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
         if not content:
             raise ImageError(f"{name} is empty. Choose a picture of a digit.")
-        with warnings.catch_warnings(), Image.open(io.BytesIO(content)) as image:
-            warnings.simplefilter("ignore")  # Pillow's on large pictures: refused just below
+        with _no_warnings(), Image.open(io.BytesIO(content)) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise ImageError(
@@ -125,18 +123,31 @@ def to_mnist(image: Image.Image) -> Tensor:
     top, bottom, left, right = _extent(ink)
     if ink.shape == (FIELD, FIELD) and _is_prepared(ink, max(bottom - top, right - left)):
         return torch.from_numpy(ink)[None]
+    ink[ink < FAINT] = 0
+    top, bottom, left, right = _extent(ink)
     box = _fit_box(ink[top:bottom, left:right])
     return torch.from_numpy(_centred(box / box.max()))[None]
 
 
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    # Pillow warns of large pictures, which are refused with a sentence, and of damaged metadata.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _point(value: object) -> Point:
-    if isinstance(value, list) and len(value) == 3 and all(isinstance(v, int | float) for v in value):
-        x, y, width = map(float, value)
-        if all(map(math.isfinite, (x, y, width))):
-            # The pen may leave the canvas while it is down: what is far outside is cut off.
-            low, high = -CANVAS_SIZE, 2 * CANVAS_SIZE
-            return min(max(x, low), high), min(max(y, low), high), min(max(width, 1.0), CANVAS_SIZE / 2)
+    if isinstance(value, list) and len(value) == 3 and all(_is_number(each) for each in value):
+        x, y, width = value
+        # The pen may leave the canvas while it is down: what is far outside is cut off.
+        low, high = -float(CANVAS_SIZE), 2.0 * CANVAS_SIZE
+        return min(max(x, low), high), min(max(y, low), high), min(max(width, 1.0), CANVAS_SIZE / 2)
     raise ImageError("The canvas sent a point that is not three numbers. Clear it and draw again.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and -math.inf < value < math.inf
 
 
 def _grey(image: Image.Image) -> Image.Image:
@@ -162,10 +173,7 @@ def _ink(grey: Pixels) -> Pixels:
     darkest = float(ink.max())
     if darkest < FAINT:
         raise BlankDrawingError("There is no ink in the picture. Draw a digit, light on dark or dark on light.")
-    ink /= darkest if darkest < FULL_INK else 1
-    if paper not in (0.0, 1.0) or float((border == paper).mean()) < CLEAN_BORDER:
-        ink[ink < FAINT] = 0  # grain, shadow, the blur of a JPEG; on clean paper even faint ink is ink
-    return ink
+    return ink / darkest if darkest < FULL_INK else ink
 
 
 def _extent(ink: Pixels) -> tuple[int, int, int, int]:

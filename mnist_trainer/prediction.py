@@ -34,13 +34,14 @@ def model_of(checkpoint: Checkpoint) -> MnistModel:
     Raises:
         RunFolderError: they are not an `MnistModel`'s.
     """
+    weights = checkpoint.weights
     try:
-        hidden_size, input_size = checkpoint.weights["linear1.weight"].shape
-        out_size = len(checkpoint.weights["linear2.bias"])
+        hidden_size, _ = weights["linear1.weight"].shape
         with torch.device("meta"):  # no numbers drawn: the process's random state is left alone
-            model = MnistModel(input_size, hidden_size, out_size)
-        model.load_state_dict(checkpoint.weights, assign=True)
-    except (KeyError, ValueError, RuntimeError) as error:
+            model = MnistModel(hidden_size=hidden_size)
+        # It refuses other names and shapes.
+        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise RunFolderError("These weights do not belong to the network that this version trains.") from error
     return model.eval().requires_grad_(False)
 

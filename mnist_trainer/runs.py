@@ -27,9 +27,13 @@ log = logging.getLogger(__name__)
 FETCH_SECONDS = 0.2  # how often losses are read off the device, written down and shown
 STALL_STEPS, STALL_ACCURACY = 200, 0.25  # of so many steps, twice in a row; guessing has 0.1
 GOOD_LEARNING_RATES = {"SGD": 0.5, "SGD-momentum": 0.1, "Adam": 0.001, "AdamW": 0.001}
+# Below this hidden size a second thread costs more than it brings; on a machine that also runs the
+# server and a browser, threads that wait for each other cost most of the speed.
+ONE_THREAD_BELOW = 256
 KEPT_IN_MEMORY = 16  # ended runs; older ones are read from their folders again
 
 _init_lock = threading.Lock()
+_all_threads = torch.get_num_threads()
 
 
 class Run:
@@ -378,6 +382,7 @@ def _train(run: Run, home: Path) -> None:
     config = run.config
     recorder: _Recorder | None = None
     try:
+        torch.set_num_threads(1 if config.hidden_size < ONE_THREAD_BELOW else _all_threads)
         mnist = data.load_mnist(home / "data")
         train_loader, val_loader = data.train_and_val_loaders(mnist, config, config.device)
         model = _seeded_model(config).to(config.device)

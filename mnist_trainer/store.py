@@ -142,7 +142,7 @@ class RunFolder:
             RunNotFoundError: there is none. The id is a plain name: no path is followed.
         """
         path = home / "runs" / run_id
-        if not re.fullmatch(r"\w[\w.-]*", run_id) or not (path / "config.json").is_file():
+        if not re.fullmatch(r"\w[\w.-]{0,99}", run_id) or not (path / "config.json").is_file():
             shown = run_id if len(run_id) <= 60 else run_id[:57] + "…"
             raise RunNotFoundError(f"There is no run '{shown}'. `python -m mnist_trainer runs` lists those there are.")
         return cls(path)
@@ -215,17 +215,22 @@ class RunFolder:
         Raises:
             RunFolderError: a line is not numbers.
         """
-        steps, self._steps_read = self._new_lines("steps.csv", self._steps_read)
-        epochs, self._epochs_read = self._new_lines("epochs.csv", self._epochs_read)
+        steps, steps_read = self._new_lines("steps.csv", self._steps_read)
+        epochs, epochs_read = self._new_lines("epochs.csv", self._epochs_read)
         try:
             if steps:
                 columns = np.loadtxt(io.StringIO(steps), delimiter=",", ndmin=2, unpack=True, usecols=(1, 2, 3))
-                history.add_steps(*columns)
-            for row in csv.reader(io.StringIO(epochs)):
-                number, step, *measured = row
-                history.add_epoch(EpochEnd(int(number), int(step), *map(float, measured)))
+            ends = [
+                EpochEnd(int(number), int(step), *map(float, measured))
+                for number, step, *measured in csv.reader(io.StringIO(epochs))
+            ]
         except (ValueError, TypeError) as error:
             raise RunFolderError(f"Run {self.id} has a damaged history (steps.csv or epochs.csv).") from error
+        if steps:
+            history.add_steps(*columns)
+        for end in ends:
+            history.add_epoch(end)
+        self._steps_read, self._epochs_read = steps_read, epochs_read
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Put `checkpoint` in place of the one before, all of it or nothing."""

@@ -48,9 +48,9 @@ def choose(choices: dict[str, Run]) -> str:
 
 
 def label(run: Run) -> str:
-    test = run.state.test_accuracy
-    how = "training now" if run.is_live else run.state.status if test is None else f"test accuracy {test:.1%}"
-    return f"{run.id} · {how} · hidden size {run.config.hidden_size:,}"
+    # Nothing that changes while it trains: the browser remembers its choice by this text.
+    config = run.config
+    return f"{run.id} · hidden size {config.hidden_size:,} · learning rate {config.learning_rate:g}"
 
 
 def pad(run: Run, was_live: bool) -> None:

@@ -15,12 +15,8 @@ from mnist_trainer.ui.frame import errors_shown, page, settings_line, status_bad
 from mnist_trainer.ui.live_chart import live_chart
 
 REFRESH_SECONDS = 0.5
+LOOKOUT_SECONDS = 5.0  # for a run that somebody else starts
 DEFAULT_SMOOTHING = 0.9
-PLAIN_DELTA: dict[str, Any] = {
-    "delta_color": "off",
-    "delta_arrow": "off",
-    "border": True,
-}  # a second line, not a change
 ADVICE = "train_advice"  # in the session: why the last start was refused
 
 # A control's key, which is its name in the URL too → the setting.
@@ -46,9 +42,11 @@ def main(runs: RunManager) -> None:
         st.error(problem, icon=":material/error:")
     if run is None:
         st.info("No run yet. Keep these settings, or change them, and press **Start training**.")
+        st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, newest_id(runs))
         return
     st.fragment(live_panel, run_every=REFRESH_SECONDS if run.is_live else None)(run, run.state)
     chart_options()
+    st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, newest_id(runs))
 
 
 def check_address() -> None:
@@ -74,12 +72,12 @@ def controls() -> None:
     default = TrainConfig()
     devices = all_devices()
     with st.container(border=True):
-        grid = st.grid(4, min_column_width=170)
+        grid = st.grid(4, min_column_width=150)
         grid.selectbox(
             "Device",
             [device.name for device in devices if device.is_available],  # the fastest first
             key="device",
-            help="\n\n".join(f"{device.name}: {device.label}. {device.problem}" for device in devices),
+            help="\n\n".join(f"{device.name}: {device}" for device in devices),
             **kept,
         )
         grid.number_input(
@@ -103,7 +101,7 @@ def controls() -> None:
             **kept,
         )
         with st.expander("More settings"):
-            grid = st.grid(4, min_column_width=170)
+            grid = st.grid(4, min_column_width=150)
             grid.number_input(
                 "Batch size", value=default.batch_size, step=32, key="batch", help="Images per step.", **kept
             )
@@ -216,6 +214,8 @@ def live_panel(run: Run, shown_state: RunState) -> None:
             show_message = st.error if run.state.status in ("failed", "diverged") else st.warning
             show_message(run.state.message)
         if run.is_live:
+            if not run.is_trained_here:
+                st.caption("Another program trains it; it is stopped there.")
             st.progress(run.snapshot().steps / run.config.total_steps, text=progress_text(run))
         figures(run)
         charts(run)
@@ -235,35 +235,36 @@ def progress_text(run: Run) -> str:
 def figures(run: Run) -> None:
     """The run in numbers, each with the set it is from. The tiles are the same from start to end."""
     history, state = run.snapshot(), run.state
-    loss, right = history.recent(history.losses), history.recent(history.accuracies)
-    last, speed = history.last_epoch, run.images_per_second
-    grid = st.grid(4, min_column_width=190)
-    tile(grid, "Training accuracy", right, f"loss {number(loss, '.3f')}", "On the last 50 batches of the training set.")
+    last, right = history.last_epoch, history.recent(history.accuracies)
+    grid = st.grid(4, min_column_width=150)
+    tile(grid, "Training accuracy", number(right, ".2%"), f"loss {number(history.recent(history.losses), '.3f')}")
     tile(
         grid,
         "Validation accuracy",
-        last.val_accuracy if last else None,
+        number(last.val_accuracy if last else None, ".2%"),
         f"loss {number(last.val_loss if last else None, '.3f')}",
-        "On 10,000 images kept out of training, after the last finished epoch.",
     )
     tile(
         grid,
         "Test accuracy",
-        state.test_accuracy,
+        number(state.test_accuracy, ".2%"),
         "when it ends" if run.is_live else f"loss {number(state.test_loss, '.3f')}",
-        "On the 10,000 test images, measured once, when the run has ended. Nothing is chosen by it.",
     )
-    grid.metric(
-        "Time" if run.is_live else "Total time",
+    tile(
+        grid,
+        "Time so far" if run.is_live else "Total time",
         duration(run.seconds),
-        f"{number(speed, ',.0f')} images/s",
-        **PLAIN_DELTA,
-        help="From the first step. Images per second: training images.",
+        f"{number(run.images_per_second, ',.0f')} images/s",
+    )
+    st.caption(
+        "Training: the last 50 batches. Validation: 10,000 images kept out of training, after each epoch. "
+        "Test: 10,000 others, measured once, when the run has ended; nothing is chosen by them."
     )
 
 
-def tile(grid: DeltaGenerator, label: str, accuracy: float | None, below: str, explained: str) -> None:
-    grid.metric(label, number(accuracy, ".2%"), below, help=explained, **PLAIN_DELTA)
+def tile(grid: DeltaGenerator, label: str, value: str, below: str) -> None:
+    """A figure with a second line, which is no change for better or worse."""
+    grid.metric(label, value, below, delta_color="off", delta_arrow="off", border=True)
 
 
 def charts(run: Run) -> None:
@@ -283,10 +284,21 @@ def charts(run: Run) -> None:
 
 
 def chart_options() -> None:
-    with st.container(horizontal=True, vertical_alignment="bottom", gap="large"):
+    with st.container(horizontal=True, gap="large"):
         st.segmented_control("X axis", X_AXES, default=X_AXES[0], required=True, key="x_axis", persist_state="session")
         st.slider("Smoothing", 0.0, 0.99, DEFAULT_SMOOTHING, key="smoothing", width=240, persist_state="session")
         st.toggle("Log scale for loss", key="log_scale", persist_state="session")
+
+
+def lookout(runs: RunManager, known: str | None) -> None:
+    """Follow a run that starts in another tab or program: a class has its pages open before the teacher begins."""
+    if newest_id(runs) != known:
+        st.rerun()
+
+
+def newest_id(runs: RunManager) -> str | None:
+    newest = runs.latest()
+    return newest.id if newest else None
 
 
 def described(what: str, value: float | None) -> str:

@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from mnist_trainer.data import Mnist, load_mnist
 from mnist_trainer.runs import RunManager
 from mnist_trainer.store import HOME_VARIABLE
+from mnist_trainer.ui import frame
+
+torch.set_num_threads(1)  # as runs of the article's size do; several wait for each other on a busy machine
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +43,11 @@ def runs(home: Path) -> Iterator[RunManager]:
     manager = RunManager(home)
     yield manager
     manager.shutdown()
+
+
+@pytest.fixture
+def app(home: Path) -> Iterator[RunManager]:
+    """The pages' run manager, on a folder without runs; pages run under AppTest share it."""
+    frame.manager.clear()
+    yield frame.manager()
+    frame.manager.clear()

@@ -1,6 +1,7 @@
 // A Plotly chart on a stable element. Streamlit calls the default export after every rerun.
 
 const charts = new WeakMap() // mounted element -> LiveChart
+const IS_TOUCH = matchMedia("(hover: none)").matches // a finger scrolls the page: it does not zoom the chart
 let plotlyLoading = null // one <script> serves all charts of the page
 
 function loadPlotly(url) {
@@ -64,7 +65,7 @@ class LiveChart {
         this.theme = this.readTheme()
         await this.plotly.react(this.element, this.traces(drawn), this.layout(drawn), {
           displaylogo: false,
-          responsive: false,
+          displayModeBar: IS_TOUCH ? false : "hover",
           modeBarButtonsToRemove: ["sendChartToCloud", "lasso2d", "select2d"],
         })
         this.isDrawn = true
@@ -88,16 +89,17 @@ class LiveChart {
   }
 
   layout(data) {
-    const axis = { gridcolor: this.property("border-color"), linecolor: this.property("border-color"), zeroline: false, automargin: true }
+    const axis = { gridcolor: this.property("border-color-light"), linecolor: this.property("border-color"), zeroline: false, automargin: true }
     return {
       uirevision: data.revision,
       height: data.height,
-      margin: { l: 64, r: 16, t: 8, b: 48 },
+      margin: { l: 64, r: 16, t: 0, b: 48 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: this.property("text-color"), family: this.property("font"), size: 15 },
       hoverlabel: { bgcolor: this.property("background-color"), font: { color: this.property("text-color") }, namelength: -1 },
       hovermode: "x",
+      dragmode: IS_TOUCH ? false : "zoom",
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
       ...data.layout,
       xaxis: { ...axis, ...data.layout.xaxis },

@@ -1,0 +1,137 @@
+"""From a history to figures of one size, with every spike in them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mnist_trainer.charts import MAX_BUCKETS, X_AXES, accuracy_figure, extremes, loss_figure, smoothed
+from mnist_trainer.config import TrainConfig
+from mnist_trainer.history import EpochEnd, Floats, History, Snapshot
+
+CONFIG = TrainConfig(device="cpu", epochs=5)  # 391 steps an epoch
+
+
+def noise(count: int) -> Floats:
+    return np.random.default_rng(0).random(count, np.float32)
+
+
+def history(steps: int) -> Snapshot:
+    """Steps of 10 ms, and the epochs that end among them."""
+    recorded, values = History(), noise(steps)
+    recorded.add_steps((values + 1).tolist(), values.tolist(), (np.arange(1, steps + 1) / 100).tolist())
+    for epoch in range(1, steps // CONFIG.steps_per_epoch + 1):
+        recorded.add_epoch(
+            EpochEnd(epoch, epoch * CONFIG.steps_per_epoch, 1.5, 0.5, 1 / epoch, 1 - 0.5 / epoch, 3.91 * epoch + 0.1)
+        )
+    return recorded.snapshot()
+
+
+def traces(steps: int, x_axis: str = "step", smoothing: float = 0.6) -> list[dict[str, Any]]:
+    data: list[dict[str, Any]] = loss_figure(history(steps), CONFIG, x_axis, smoothing, is_log=False)["data"]
+    return data
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 100, 400, 401, 1_000, 100_000, 1_000_000])
+def test_a_line_has_few_points_in_order_and_keeps_its_spikes(count: int) -> None:
+    values = noise(count)
+    spikes = np.random.default_rng(1).choice(count, min(count, 3), replace=False)
+    values[spikes] = [9, -9, 8][: len(spikes)]
+    indices = extremes(values)
+    bucket = max(1, 2 * count // MAX_BUCKETS)  # no bucket is wider
+    assert len(indices) <= 2 * MAX_BUCKETS + bucket
+    assert (np.diff(indices) > 0).all()
+    assert set(spikes) <= set(indices)
+    assert count == 0 or (indices[0] >= 0 and indices[-1] < count)
+    if count <= MAX_BUCKETS:
+        assert np.array_equal(indices, np.arange(count))
+
+
+def test_a_point_once_drawn_stays_while_the_run_grows() -> None:
+    values, width = noise(12_800), 32
+    drawn = set[int]()
+    for count in range(6_401, 12_801, 77):  # all drawn in buckets of 32
+        indices = {int(i) for i in extremes(values[:count]) if i < count // width * width}
+        assert drawn <= indices
+        drawn = indices
+    assert len(drawn) > MAX_BUCKETS
+
+
+@pytest.mark.parametrize("smoothing", [0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("count", [1, 399, 1_000, 100_001])
+def test_a_constant_stays_itself_however_much_it_is_smoothed(count: int, smoothing: float) -> None:
+    ends, line = smoothed(np.full(count, 2.5, np.float32), smoothing)
+    assert len(ends) == len(line) <= MAX_BUCKETS
+    np.testing.assert_allclose(line, 2.5, rtol=1e-6)
+    assert ends[-1] == count - 1
+    assert (np.diff(ends) > 0).all()
+
+
+def test_without_smoothing_the_line_is_the_mean_of_each_bucket() -> None:
+    values = noise(1_001)
+    ends, line = smoothed(values, 0)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    expected = [values[start : end + 1].mean() for start, end in zip(starts, ends, strict=True)]
+    np.testing.assert_allclose(line, expected, rtol=1e-5)
+
+
+def test_smoothing_is_a_weighed_mean_of_what_came_before() -> None:
+    _, line = smoothed(np.array([1, 0, 0], np.float32), 0.5)
+    np.testing.assert_allclose(line, [1, 1 / 3, 1 / 7], rtol=1e-6)
+    rough, smooth = (np.abs(np.diff(smoothed(noise(10_000), smoothing)[1])).mean() for smoothing in (0, 0.9))
+    assert smooth < rough / 5
+
+
+def test_a_figure_is_no_larger_for_a_long_run() -> None:
+    (short, short_line, _), (long, long_line, _) = traces(1_000), traces(1_000_000)
+    assert len(short["x"]) == len(short["y"]) >= 200
+    # What does not fill a bucket yet is drawn as it is.
+    assert len(long["x"]) == len(long["y"]) <= 2 * MAX_BUCKETS + 2 * 1_000_000 // MAX_BUCKETS
+    assert 100 <= len(short_line["x"]) == len(short_line["y"]) <= MAX_BUCKETS
+    assert 100 <= len(long_line["x"]) == len(long_line["y"]) <= MAX_BUCKETS
+
+
+@pytest.mark.parametrize(("x_axis", "per_step"), [("step", 1), ("epoch", 1 / 391), ("seconds", 0.01)])
+@pytest.mark.parametrize("steps", [100, 1_000, 100_000])
+def test_lines_end_and_epochs_stand_where_they_should(steps: int, x_axis: str, per_step: float) -> None:
+    training, smooth, validation = traces(steps, x_axis)
+    assert training["x"][-1] == pytest.approx(steps * per_step, rel=1e-5)
+    assert smooth["x"][-1] == pytest.approx(steps * per_step, rel=1e-5)
+    assert (np.diff(training["x"]) > 0).all()
+    expected = [epoch * 391 * per_step for epoch in range(1, steps // 391 + 1)]
+    np.testing.assert_allclose(validation["x"], expected, rtol=1e-5)
+    np.testing.assert_allclose(validation["y"], [1 / epoch for epoch in range(1, steps // 391 + 1)], rtol=1e-6)
+
+
+def test_each_point_has_the_value_of_its_step() -> None:
+    recorded = history(5_000)
+    for figure, values in (
+        (loss_figure(recorded, CONFIG, "step", 0, is_log=False), recorded.losses),
+        (accuracy_figure(recorded, CONFIG, "step", 0), recorded.accuracies),
+    ):
+        training = figure["data"][0]
+        assert np.array_equal(training["y"], values[training["x"].astype(int) - 1])
+
+
+@pytest.mark.parametrize("x_axis", X_AXES)
+@pytest.mark.parametrize("steps", [0, 1, 1_000])
+def test_every_line_says_which_set_it_is_from(x_axis: str, steps: int) -> None:
+    recorded = history(steps)
+    for figure in (
+        loss_figure(recorded, CONFIG, x_axis, 0.9, is_log=True),
+        accuracy_figure(recorded, CONFIG, x_axis, 0),
+    ):
+        assert [trace["name"] for trace in figure["data"]] == ["training", "training, smoothed", "validation"]
+        assert [len(trace["x"]) == len(trace["y"]) for trace in figure["data"]] == [True] * 3
+        assert [bool(len(trace["x"])) for trace in figure["data"]] == [steps > 0, steps > 0, steps > 391]
+        assert figure["layout"]["xaxis"]["title"]["text"] == x_axis
+
+
+def test_only_the_loss_may_have_a_logarithmic_axis() -> None:
+    recorded = history(500)
+    assert loss_figure(recorded, CONFIG, "step", 0, is_log=True)["layout"]["yaxis"]["type"] == "log"
+    assert "type" not in loss_figure(recorded, CONFIG, "step", 0, is_log=False)["layout"]["yaxis"]
+    accuracy_axis = accuracy_figure(recorded, CONFIG, "step", 0)["layout"]["yaxis"]
+    assert "type" not in accuracy_axis
+    assert accuracy_axis["range"][0] == 0
+    assert accuracy_axis["range"][1] >= 1

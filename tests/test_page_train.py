@@ -1,0 +1,217 @@
+"""The Train page, as a user reads it."""
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from mnist_trainer import devices
+from mnist_trainer import runs as runs_module
+from mnist_trainer.config import TrainConfig
+from mnist_trainer.devices import Device
+from mnist_trainer.runs import Run, RunManager
+from tests.pages import button, click, component_data, open_page, rerun, text
+
+PAGE = "pages/train.py"
+LONG = TrainConfig(epochs=1000)
+
+
+def ended(app: RunManager) -> Run:
+    run = app.latest()
+    assert run is not None
+    assert run.ended.wait(60)
+    return run
+
+
+def set_number(page: AppTest, key: str, value: float | None) -> None:
+    page.number_input(key=key).set_value(value)
+
+
+def test_without_a_run_it_says_what_to_do(app: RunManager) -> None:
+    page = open_page(PAGE)
+    assert "press **Start training**" in page.info[0].value
+    assert button(page, "Stop").disabled
+
+
+def test_a_run_goes_from_start_to_test_accuracy(app: RunManager) -> None:
+    page = open_page(PAGE)
+    set_number(page, "epochs", 2)
+    set_number(page, "hidden", 16)
+    click(page, "Start training")
+    run = ended(app)
+    assert (run.config.epochs, run.config.hidden_size) == (2, 16)
+    rerun(page)
+    assert f"Test accuracy: {run.state.test_accuracy:.2%}" in text(page)
+    assert not button(page, "Start training").disabled
+    loss, right = component_data(page, 0), component_data(page, 1)
+    for chart in (loss, right):
+        assert [trace["name"] for trace in chart["traces"]] == ["training", "training, smoothed", "validation"]
+    click(page, "Draw a digit")
+    assert page.title[0].value == "Draw a digit"
+
+
+def test_while_it_trains_it_shows_progress_and_only_stop_is_offered(app: RunManager) -> None:
+    run = app.start(LONG)
+    page = open_page(PAGE)
+    assert button(page, "Start training").disabled
+    assert "Test accuracy: –" in text(page)
+    click(page, "Stop")
+    assert run.ended.wait(10)
+    assert run.state.status == "stopped"
+    rerun(page)
+    assert not button(page, "Start training").disabled
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("epochs", 0, "Epochs must be a whole number from 1 to 1,000; 0 is not."),
+        ("epochs", -3, "-3 is not"),
+        ("epochs", 10**9, "1,000,000,000 is not"),
+        ("lr", 0.0, "Learning rate must be a number above 0"),
+        ("lr", -1.0, "-1.0 is not"),
+        ("lr", 1e30, "1e+30 is not"),
+        ("hidden", 0, "Hidden size must be a whole number"),
+        ("hidden", 10**11, "Its weights alone would take 318 TB."),
+        ("batch", 0, "Batch size must be a whole number"),
+        ("batch", 50_001, "There are 50,000 training images"),
+        ("seed", -1, "Seed must be a whole number"),
+    ],
+)
+def test_a_bad_value_gets_one_sentence_and_starts_nothing(
+    app: RunManager, key: str, value: float | None, said: str
+) -> None:
+    page = open_page(PAGE)
+    set_number(page, key, value)
+    click(page, "Start training")
+    assert len(page.error) == 1
+    assert said in page.error[0].value
+    assert app.latest() is None
+    set_number(page, key, {"epochs": 1, "lr": 0.5, "hidden": 32, "batch": 1000, "seed": 0}[key])
+    click(page, "Start training")
+    assert not page.error
+    assert app.latest() is not None
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ({"epochs": "abc"}, "Epochs must be a whole number; 'abc' is not. (The address has epochs=abc.)"),
+        ({"lr": "nan"}, "nan is not"),
+        ({"optimizer": "foo"}, "Optimizer must be one of SGD"),
+        ({"pipeline": "foo"}, "Pipeline must be one of on-device, DataLoader"),
+        ({"device": "tpu"}, "There is no device 'tpu' here. Choose 'cpu'"),
+        ({"run": "../../etc/passwd"}, "There is no run '../../etc/passwd'"),
+    ],
+)
+def test_a_bad_address_gets_one_sentence(app: RunManager, query: dict[str, str], said: str) -> None:
+    page = open_page(PAGE, **query)
+    assert len(page.warning) == 1
+    assert said in page.warning[0].value
+
+
+def test_settings_come_from_the_address(app: RunManager) -> None:
+    page = open_page(
+        PAGE, epochs="7", lr="0.01", hidden="64", batch="256", optimizer="adam", seed="3", pipeline="dataloader"
+    )
+    assert [page.number_input(key=key).value for key in ("epochs", "lr", "hidden", "batch", "seed")] == [
+        7,
+        0.01,
+        64,
+        256,
+        3,
+    ]
+    assert [page.selectbox(key=key).value for key in ("optimizer", "pipeline")] == ["Adam", "DataLoader"]
+    assert not page.warning
+
+
+def test_only_devices_that_work_are_offered_and_the_fastest_comes_first(
+    app: RunManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = (
+        Device("cuda:0", "NVIDIA H200, 139 GiB"),
+        Device("xpu:0", "Intel Arc, 16 GiB", "its arithmetic is off."),
+        Device("cpu", "CPU"),
+    )
+    monkeypatch.setattr(devices, "all_devices", lambda: found)
+    page = open_page(PAGE, device="xpu")
+    assert page.selectbox(key="device").options == ["cuda:0", "cpu"]
+    assert page.selectbox(key="device").value == "cuda:0"
+    assert "its arithmetic is off" in page.selectbox(key="device").help
+    assert "Device 'xpu' is not available: its arithmetic is off." in page.warning[0].value
+
+
+def test_a_run_that_diverges_says_at_which_step_and_offers_a_smaller_learning_rate(app: RunManager) -> None:
+    page = open_page(PAGE)
+    set_number(page, "lr", 1e8)
+    click(page, "Start training")
+    ended(app)
+    rerun(page)
+    assert "stopped being a finite number at step" in page.error[0].value
+    assert len(page.get("bidi_component")) == 2  # its charts are kept
+    click(page, "Try learning rate 0.5")
+    again = app.training or ended(app)
+    assert again.config.learning_rate == 0.5
+    assert page.number_input(key="lr").value == 0.5
+
+
+def test_a_run_that_stopped_learning_says_so_and_offers_a_smaller_learning_rate(app: RunManager) -> None:
+    page = open_page(PAGE)
+    set_number(page, "lr", 10.0)
+    set_number(page, "epochs", 2)
+    click(page, "Start training")
+    ended(app)
+    rerun(page)
+    assert "It is not learning" in page.warning[0].value
+    assert button(page, "Try learning rate 0.5")
+
+
+def test_a_run_that_fails_says_why_and_the_page_goes_on(app: RunManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("the fan fell off")
+
+    monkeypatch.setattr(runs_module, "fit", broken)
+    page = click(open_page(PAGE), "Start training")
+    ended(app)
+    rerun(page)
+    assert "the fan fell off" in page.error[0].value
+    assert not button(page, "Start training").disabled
+
+
+def test_a_second_tab_and_a_reload_find_the_same_run(app: RunManager) -> None:
+    first = click(open_page(PAGE, epochs="1000"), "Start training")
+    run = app.training
+    assert run is not None
+    for page in (open_page(PAGE), open_page(PAGE, run=run.id)):
+        assert run.id in text(page)
+        assert page.number_input(key="epochs").value == 5  # another tab's controls are its own
+    assert first.number_input(key="epochs").value == 1000
+    assert not run.ended.is_set()
+
+
+def test_an_older_run_can_be_looked_at_while_another_trains(app: RunManager) -> None:
+    old = app.start(TrainConfig(epochs=1))
+    assert old.ended.wait(60)
+    new = app.start(LONG)
+    page = open_page(PAGE, run=old.id)
+    assert old.id in text(page)
+    click(page, "Show the run that is training")
+    assert new.id in text(page)
+
+
+def test_a_damaged_run_is_passed_over(app: RunManager) -> None:
+    run = app.start(TrainConfig(epochs=1))
+    assert run.ended.wait(60)
+    broken = app.home / "runs" / "9999-01-01_00-00-00"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    assert run.id in text(open_page(PAGE))
+
+
+def test_chart_options_change_the_charts(app: RunManager) -> None:
+    assert app.start(TrainConfig(epochs=1)).ended.wait(60)
+    page = open_page(PAGE)
+    assert component_data(page)["layout"]["xaxis"]["title"]["text"] == "step"
+    page.segmented_control(key="x_axis").set_value("epoch")
+    page.toggle(key="log_scale").set_value(True)
+    layout = component_data(rerun(page))["layout"]
+    assert layout["xaxis"]["title"]["text"] == "epoch"
+    assert layout["yaxis"]["type"] == "log"
