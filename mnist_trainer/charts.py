@@ -32,7 +32,7 @@ def loss_figure(history: Snapshot, config: TrainConfig, x_axis: str, smoothing: 
         smoothing: 0 (none) to below 1 (most).
         is_log: whether the loss axis is logarithmic.
     """
-    y_axis: dict[str, Any] = {"title": {"text": "loss (nats per image)"}}
+    y_axis: dict[str, Any] = {"title": {"text": "loss (nats per image)", "standoff": 12}}
     y_axis |= {"type": "log", "dtick": "D2"} if is_log else {"rangemode": "tozero"}
     epochs = [epoch.val_loss for epoch in history.epochs]
     return _figure(history, config, x_axis, smoothing, history.losses, epochs, y_axis)
@@ -43,7 +43,7 @@ def accuracy_figure(history: Snapshot, config: TrainConfig, x_axis: str, smoothi
 
     Arguments as for `loss_figure`.
     """
-    y_axis = {"title": {"text": "accuracy"}, "tickformat": ".0%", "range": [0, 1.02]}
+    y_axis = {"title": {"text": "accuracy", "standoff": 12}, "tickformat": ".0%", "range": [0, 1.02]}
     epochs = [epoch.val_accuracy for epoch in history.epochs]
     figure = _figure(history, config, x_axis, smoothing, history.accuracies, epochs, y_axis)
     for trace in figure["data"]:

@@ -219,6 +219,10 @@ def live_panel(run: Run, shown_state: RunState) -> None:
             st.progress(run.snapshot().steps / run.config.total_steps, text=progress_text(run))
         figures(run)
         charts(run)
+        st.caption(
+            "Training: the last 50 batches. Validation: 10,000 images kept out of training, after each epoch. "
+            "Test: 10,000 others, measured once, when the run has ended; nothing is chosen by them."
+        )
 
 
 def progress_text(run: Run) -> str:
@@ -237,28 +241,24 @@ def figures(run: Run) -> None:
     history, state = run.snapshot(), run.state
     last, right = history.last_epoch, history.recent(history.accuracies)
     grid = st.grid(4, min_column_width=150)
-    tile(grid, "Training accuracy", number(right, ".2%"), f"loss {number(history.recent(history.losses), '.3f')}")
+    tile(grid, "Training accuracy", number(right, ".2%"), loss_text(history.recent(history.losses)))
     tile(
         grid,
         "Validation accuracy",
         number(last.val_accuracy if last else None, ".2%"),
-        f"loss {number(last.val_loss if last else None, '.3f')}",
+        loss_text(last.val_loss if last else None),
     )
     tile(
         grid,
         "Test accuracy",
         number(state.test_accuracy, ".2%"),
-        "when it ends" if run.is_live else f"loss {number(state.test_loss, '.3f')}",
+        "when it ends" if run.is_live else loss_text(state.test_loss),
     )
     tile(
         grid,
         "Time so far" if run.is_live else "Total time",
         duration(run.seconds),
         f"{number(run.images_per_second, ',.0f')} images/s",
-    )
-    st.caption(
-        "Training: the last 50 batches. Validation: 10,000 images kept out of training, after each epoch. "
-        "Test: 10,000 others, measured once, when the run has ended; nothing is chosen by them."
     )
 
 
@@ -307,6 +307,10 @@ def described(what: str, value: float | None) -> str:
 
 def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def loss_text(value: float | None) -> str:
+    return f"loss {number(value, '.3f' if value is not None and value < 1000 else '.1e')}"
 
 
 def duration(seconds: float) -> str:

@@ -85,22 +85,18 @@ def test_train_says_in_words_how_it_ended(home: Path, capsys: Captured) -> None:
     assert "the learning rate 1e+08 is too large. Try 0.5." in capsys.readouterr().out
 
 
-negative = pytest.mark.xfail(strict=True, reason="bug: argparse takes '-1e-3' for a flag", raises=SystemExit)
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
         *(("--epochs", value, "Epochs must be a whole number") for value in ("0", "-1", "1001", "five", "1.5", "")),
-        *(("--lr", value, "Learning rate must be a number") for value in ("0", "-1", "nan", "inf", "fast", "1e10")),
+        *(("--lr", value, "Learning rate must be a number") for value in ("0", "-1e-3", "nan", "-inf", "fast", "1e10")),
         *(("--hidden", value, "Hidden size must be a whole number") for value in ("0", "1e3", "9" * 30, "9" * 5000)),
         *(("--batch-size", value, "Batch size must be a whole number") for value in ("0", "50001", "half")),
         *(("--seed", value, "Seed must be a whole number") for value in ("-1", "4294967296", "x")),
         ("--optimizer", "RMSprop", "Optimizer must be one of SGD, SGD-momentum, Adam, AdamW; 'RMSprop' is not"),
         ("--pipeline", "fast", "Pipeline must be one of on-device, DataLoader; 'fast' is not"),
-        *(("--device", value, f"There is no device '{value}' here. Choose ") for value in ("tpu", "cuda:99")),
+        ("--device", "tpu", "There is no device 'tpu' here. Choose "),
         ("--device", " ", "Device must be a name such as 'cpu'"),
-        pytest.param("--lr", "-1e-3", "Learning rate must be a number", marks=negative),
     ],
 )
 def test_a_bad_value_is_one_sentence(home: Path, capsys: Captured, flag: str, value: str, message: str) -> None:
@@ -148,6 +144,16 @@ def test_predict_gives_the_probabilities_of_the_test_set(
         assert len(row["probabilities"]) == 10
         torch.testing.assert_close(row["probabilities"], list(expected.probabilities), rtol=0, atol=5e-4)
     assert len(rows(output.out)) == 4
+
+
+@pytest.mark.xfail(strict=True, reason="bug: `_joined` glues '--' to what follows", raises=SystemExit)
+def test_a_file_name_may_look_like_a_number(
+    run: Run, pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(pictures[0]).rename("-7.png")
+    assert main(["predict", "--", "-7.png"]) == 0
+    assert capsys.readouterr().out.startswith("-7.png: 7 (")
 
 
 def test_predict_says_which_weights_answered(run: Run, pictures: list[str], capsys: Captured) -> None:

@@ -167,7 +167,6 @@ def test_a_folder_is_no_picture(tmp_path: Path) -> None:
         open_image(tmp_path)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: Image.open warns before the filter that ignores it is set")
 @pytest.mark.filterwarnings("always")
 def test_a_picture_of_144_megapixels_is_refused_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     with pytest.raises(ImageError, match="12,000 × 12,000 pixels"):
@@ -207,11 +206,7 @@ def exif_turned() -> Image.Exif:
     return exif
 
 
-LOSSY = ("JPEG", "JPEG of dark on light", "CMYK", "turned by EXIF", "WebP")
-ringing = pytest.mark.xfail(strict=True, reason="bug: on clean paper the faintest ringing of a JPEG widens the box")
-
-
-@pytest.mark.parametrize("encoding", [pytest.param(name, marks=ringing if name in LOSSY else ()) for name in ENCODINGS])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_picture_is_read_right_whatever_its_format(
     mnist: Mnist, model: MnistModel, tmp_path: Path, encoding: str
 ) -> None:
@@ -243,7 +238,7 @@ def test_what_the_canvas_sends_is_checked_and_cut_to_size() -> None:
     assert check_strokes([]) == []
     assert check_strokes([[[10, 20.5, 16]], []]) == [[(10, 20.5, 16)], []]
     assert check_strokes([[[-1e9, 1e9, 0], [5, 5, 1e9]]]) == [[(-280, 560, 1), (5, 5, 140)]]
-    assert render(check_strokes([[[-1e300, 1e300, 1e300]] * 3])).size == (CANVAS_SIZE, CANVAS_SIZE)
+    assert render(check_strokes([[[-1e300, 10**400, 1e300]] * 3])).size == (CANVAS_SIZE, CANVAS_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +247,6 @@ def test_what_the_canvas_sends_is_checked_and_cut_to_size() -> None:
         *(None, "strokes", {"strokes": []}, 7, [None], ["ab"], [[1, 2, 3]], [[[1, 2]]], [[[1, 2, 3, 4]]]),
         *([[["1", "2", "3"]]], [[[1, 2, None]]], [[[float("nan"), 1, 1]]], [[[1, float("inf"), 1]]], [[[[1], 2, 3]]]),
         [[[1, 2, 3]] * (MAX_POINTS + 1)],
-        pytest.param(
-            [[[10**400, 1, 1]]],
-            marks=pytest.mark.xfail(strict=True, reason="bug: a bare OverflowError", raises=OverflowError),
-        ),
     ],
     ids=lambda value: repr(value)[:30],
 )

@@ -1,5 +1,7 @@
 """What a run measured: appended on one thread, read on others."""
 
+import functools
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -50,15 +52,20 @@ def test_a_snapshot_does_not_change_when_more_is_added() -> None:
     assert old.epochs == (epoch_end(1),)
 
 
-def test_readers_never_see_a_half_added_step() -> None:
+def test_readers_never_see_a_half_added_step(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
     history, has_ended, has_looked = History(), threading.Event(), threading.Event()
     wrong, seen = list[Snapshot](), set[int]()
 
     def read() -> None:
         while not has_ended.is_set():
             snapshot = history.snapshot()
+            # Of the newest step first: what is late may have come by the time that all are looked at.
+            newest = [values[-1:].sum() for values in (snapshot.losses, snapshot.accuracies, snapshot.seconds)]
+            expected = [max(snapshot.steps - 1, 0) / divisor for divisor in (1, 2, 4)]
             last_step = snapshot.last_epoch.step if snapshot.last_epoch else 0
-            if last_step > snapshot.steps or not is_numbered(snapshot):
+            if newest != expected or last_step > snapshot.steps:
                 wrong.append(snapshot)
             seen.add(snapshot.steps)
             has_looked.set()
@@ -66,18 +73,19 @@ def test_readers_never_see_a_half_added_step() -> None:
     readers = [threading.Thread(target=read, daemon=True) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for start in range(0, 39_100, 17):
-        add_numbered(history, range(start, start + 17))
-        if start % 391 == 374:
-            history.add_epoch(epoch_end(start // 391 + 1))
-            has_looked.clear()
-            assert has_looked.wait(timeout=30)
+    for epoch in range(1, 201):
+        for start in range(391 * (epoch - 1), 391 * epoch, 23):
+            add_numbered(history, range(start, start + 23))
+        history.add_epoch(epoch_end(epoch))
+        has_looked.clear()
+        assert has_looked.wait(timeout=30)
     has_ended.set()
     for reader in readers:
         reader.join(timeout=30)
     assert not wrong
     assert len(seen) >= 20  # they did read while it was written
-    assert len(history.snapshot().epochs) == 100
+    assert is_numbered(history.snapshot())
+    assert len(history.snapshot().epochs) == 200
 
 
 def test_an_empty_history_has_no_figures() -> None:

@@ -37,17 +37,18 @@ def test_a_network_is_rebuilt_from_the_sizes_of_its_weights(mnist: Mnist, hidden
     assert not any(parameter.requires_grad for parameter in rebuilt.parameters())
 
 
+def test_weights_of_double_precision_are_read_too(mnist: Mnist) -> None:
+    model, image = MnistModel(), mnist.test_images[0].float() / 255
+    doubles = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    rebuilt = model_of(Checkpoint(doubles, epoch=1, step=391, val_accuracy=0.9))
+    assert predict(rebuilt, image) == predict(model, image)
+
+
 def test_rebuilding_leaves_the_random_state_of_the_process_alone() -> None:
     weights = checkpoint(MnistModel())
     before = torch.get_rng_state()
     model_of(weights)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-unchecked = pytest.mark.xfail(
-    strict=True, reason="bug: accepted; then `predict` raises a bare RuntimeError, or knows 3 digits"
-)
-untyped = pytest.mark.xfail(strict=True, reason="bug: a bare TypeError", raises=TypeError)
 
 
 @pytest.mark.parametrize(
@@ -56,14 +57,12 @@ untyped = pytest.mark.xfail(strict=True, reason="bug: a bare TypeError", raises=
         {"linear1_weight": torch.zeros(32)},
         {"linear2_weight": torch.zeros(10, 31)},
         {"linear1_bias": torch.zeros(31)},
-        {"linear1_weight": torch.zeros(32, 784, dtype=torch.int32)},
         {"linear3_weight": torch.zeros(10, 10)},
-        pytest.param({"linear2_bias": torch.tensor(0.0)}, marks=untyped),
-        pytest.param({"linear1_weight": torch.zeros(32, 100)}, marks=unchecked),
-        pytest.param({"linear1_weight": torch.zeros(32, 784, dtype=torch.float64)}, marks=unchecked),
-        pytest.param({"linear2_weight": torch.zeros(3, 32), "linear2_bias": torch.zeros(3)}, marks=unchecked),
+        {"linear2_bias": torch.tensor(0.0)},
+        {"linear1_weight": torch.zeros(32, 100)},
+        {"linear2_weight": torch.zeros(3, 32), "linear2_bias": torch.zeros(3)},
     ],
-    ids=lambda changes: ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in changes.items()),
+    ids=lambda changes: ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in changes.items()),
 )
 def test_weights_of_another_network_are_refused(changes: dict[str, Tensor]) -> None:
     with pytest.raises(RunFolderError, match=r"do not belong to the network .*\.$"):

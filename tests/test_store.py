@@ -98,7 +98,6 @@ def test_no_id_leads_out_of_the_runs(home: Path, folder: RunFolder) -> None:
             RunFolder.find(home, run_id)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: OSError (File name too long) on Python 3.11 to 3.13", raises=OSError)
 def test_an_id_longer_than_a_file_name_is_refused(home: Path, folder: RunFolder) -> None:
     with pytest.raises(RunNotFoundError) as caught:
         RunFolder.find(home, "a" * 300)
@@ -175,7 +174,6 @@ def test_a_damaged_line_of_history_is_a_sentence(folder: RunFolder, name: str, l
     assert is_sentence(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: told once, and then the history is silently empty")
 def test_a_damaged_history_is_told_each_time_it_is_read(folder: RunFolder) -> None:
     with (folder.path / "steps.csv").open("a") as file:
         file.write("garbage\n")

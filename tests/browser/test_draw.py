@@ -5,6 +5,7 @@ from playwright.sync_api import expect
 
 from tests.browser.canvas import FOUR, ONE, SEVEN, ZERO, Stroke, draw, expect_digit, ink, pad, touch
 from tests.browser.conftest import Pages
+from tests.browser.test_train import start, stop
 
 pytestmark = pytest.mark.browser
 
@@ -109,8 +110,7 @@ def test_the_theme_changes_neither_ink_nor_answer(pages: Pages) -> None:
 
 def test_a_network_that_is_training_answers_and_its_epoch_moves_on(pages: Pages) -> None:
     page = pages.open("/train?epochs=200")
-    page.get_by_role("button", name="Start training").click()
-    page.get_by_role("button", name="Stop").wait_for()
+    start(page)
     page.get_by_role("link", name="Draw").click()
     draw(page, SEVEN)
     expect_digit(page, "7")
@@ -119,5 +119,4 @@ def test_a_network_that_is_training_answers_and_its_epoch_moves_on(pages: Pages)
     expect(said).not_to_have_text(first)
     expect_digit(page, "7")
     page.get_by_role("link", name="Train").click()
-    page.get_by_role("button", name="Stop").click()
-    expect(page.get_by_text("stopped", exact=True)).to_be_visible()
+    stop(page)

@@ -11,7 +11,7 @@ from mnist_trainer.runs import RunManager
 from tests.browser.conftest import Pages, start_server
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 pytestmark = pytest.mark.browser
 
@@ -26,8 +26,13 @@ def start(page: "Page") -> None:
     page.locator(".live-chart .main-svg").first.wait_for()
 
 
+def stop_button(page: "Page") -> "Locator":
+    # Not Streamlit's own "Stop", which it shows while a page's script is busy.
+    return page.get_by_test_id("stMain").get_by_role("button", name="Stop")
+
+
 def stop(page: "Page") -> None:
-    page.get_by_role("button", name="Stop").click()
+    stop_button(page).click()
     expect(page.get_by_text("stopped", exact=True)).to_be_visible()
 
 
@@ -117,21 +122,24 @@ def test_start_stop_and_page_changes_in_quick_succession_leave_one_sound_panel(p
         button.wait_for()
         expect(button).to_be_enabled()
         page.keyboard.press("Control+Shift+S")
-        expect(page.get_by_role("button", name="Stop")).to_be_enabled()
+        expect(stop_button(page)).to_be_enabled()
         page.get_by_role("link", name="Draw").click()
         page.get_by_role("link", name="Home").click()
         page.get_by_role("link", name="Train").click()
-        page.get_by_role("button", name="Stop").click()
+        stop_button(page).click()
     expect(page.get_by_text("stopped", exact=True)).to_be_visible()
     expect(page.locator(".live-chart")).to_have_count(2)
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
-def test_an_emptied_control_gets_a_sentence(pages: Pages) -> None:
+def test_a_bad_value_gets_a_sentence_and_what_was_typed_stays(pages: Pages) -> None:
     page = pages.open("/train")
-    page.get_by_label("Epochs", exact=True).fill("")
+    page.get_by_label("Epochs", exact=True).fill("0")
+    page.get_by_label("Hidden size", exact=True).fill("48")
     page.get_by_role("button", name="Start training").click()
-    expect(page.get_by_role("alert")).to_contain_text("Epochs must be a whole number")
+    expect(page.get_by_role("alert")).to_contain_text("Epochs must be a whole number from 1 to 1,000; 0 is not.")
+    expect(page.get_by_label("Epochs", exact=True)).to_have_value("0")
+    expect(page.get_by_label("Hidden size", exact=True)).to_have_value("48")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
