@@ -50,7 +50,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
     """`--lr -1e-3` as `--lr=-1e-3`: argparse takes a negative number for a flag unless it is a plain decimal."""
     joined: list[str] = []
     for argument in arguments:
-        if joined and joined[-1].startswith("--") and re.match(r"-[\d.]|-inf|-nan", argument, re.IGNORECASE):
+        if joined and re.match("--.", joined[-1]) and re.match(r"-[\d.]|-inf|-nan", argument, re.IGNORECASE):
             joined[-1] += f"={argument}"
         else:
             joined.append(argument)

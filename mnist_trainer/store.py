@@ -149,11 +149,20 @@ class RunFolder:
 
     @classmethod
     def all_ids(cls, home: Path) -> list[str]:
-        """Ids of all runs, newest first."""
+        """Ids of all runs, newest first.
+
+        Raises:
+            RunFolderError: the folder cannot be read.
+        """
         try:
             folders = [path for path in (home / "runs").iterdir() if (path / "config.json").is_file()]
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise RunFolderError(
+                f"The runs in {home} cannot be read ({error.strerror}). "
+                f"Make it a folder that can be, or set {HOME_VARIABLE} to another."
+            ) from error
         return sorted((path.name for path in folders), reverse=True)  # an id begins with the time
 
     def read_config(self) -> TrainConfig:
@@ -180,11 +189,11 @@ class RunFolder:
             RunFolderError: damaged.
         """
         values = self._read_json("state.json")
-        names = {field.name for field in dataclasses.fields(RunState)}
-        try:
-            state = RunState(**{name: value for name, value in values.items() if name in names})
-        except TypeError as error:
-            raise RunFolderError(f"Run {self.id} has a damaged state.json.") from error
+        known = {field.name: values[field.name] for field in dataclasses.fields(RunState) if field.name in values}
+        texts = ("status", "message", "device_label")
+        if not all(isinstance(value, str if name in texts else int | float | None) for name, value in known.items()):
+            raise RunFolderError(f"Run {self.id} cannot be read: state.json is damaged.")
+        state = RunState(**known)
         if state.is_live and not self._is_locked():
             state = dataclasses.replace(
                 state, status="interrupted", message="The program that trained it ended before the run did."
@@ -215,8 +224,9 @@ class RunFolder:
         Raises:
             RunFolderError: a line is not numbers.
         """
-        steps, steps_read = self._new_lines("steps.csv", self._steps_read)
+        # Steps are written before the epoch they end, so they are read after it: no epoch lacks its steps.
         epochs, epochs_read = self._new_lines("epochs.csv", self._epochs_read)
+        steps, steps_read = self._new_lines("steps.csv", self._steps_read)
         try:
             if steps:
                 columns = np.loadtxt(io.StringIO(steps), delimiter=",", ndmin=2, unpack=True, usecols=(1, 2, 3))

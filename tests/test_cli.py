@@ -146,7 +146,6 @@ def test_predict_gives_the_probabilities_of_the_test_set(
     assert len(rows(output.out)) == 4
 
 
-@pytest.mark.xfail(strict=True, reason="bug: `_joined` glues '--' to what follows", raises=SystemExit)
 def test_a_file_name_may_look_like_a_number(
     run: Run, pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

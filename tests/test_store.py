@@ -1,6 +1,5 @@
 """A run's folder: written so that a kill leaves it whole, read with suspicion."""
 
-import contextlib
 import json
 import os
 import pickle
@@ -183,7 +182,6 @@ def test_a_damaged_history_is_told_each_time_it_is_read(folder: RunFolder) -> No
             folder.read_history(history)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: epochs.csv is read after steps.csv, so it may be ahead of the steps")
 def test_an_epoch_is_never_read_before_its_steps(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if the run, in another process, finished its next epoch between the reading of the two files.
     reader, read, history = RunFolder(folder.path), RunFolder._new_lines, History()
@@ -292,8 +290,15 @@ def test_a_home_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     assert is_sentence(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a bare NotADirectoryError", raises=NotADirectoryError)
 def test_a_home_that_is_a_file_is_not_a_traceback_when_runs_are_listed(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file")
-    with contextlib.suppress(RunFolderError):
-        assert RunFolder.all_ids(tmp_path / "home") == []
+    with pytest.raises(RunFolderError, match="MNIST_TRAINER_HOME"):
+        RunFolder.all_ids(tmp_path / "home")
+
+
+@pytest.mark.parametrize("values", [{"status": 3}, {"test_accuracy": "high"}, {"message": None}])
+def test_a_state_with_values_of_the_wrong_kind_is_damaged(folder: RunFolder, values: dict[str, object]) -> None:
+    state = json.loads((folder.path / "state.json").read_text()) | values
+    (folder.path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(RunFolderError, match=r"state\.json is damaged"):
+        folder.read_state()
