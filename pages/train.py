@@ -58,12 +58,12 @@ def check_address() -> None:
         try:
             value = getattr(TrainConfig.from_text({setting: text}), setting)
             if key == "device":
-                value = find_device(value).name
+                value = find_device(value.partition(" ")[0]).name  # the control writes the GPU's own name behind it
         except MnistTrainerError as error:
             st.warning(f"{error} (The address has {key}={text[:60]}.)")
         else:
-            if isinstance(value, str) and value != text:
-                st.session_state[key] = value  # the control knows its own spelling only
+            if isinstance(value, str):
+                st.session_state[key] = value  # a list takes its own spelling only
 
 
 def controls() -> None:
@@ -76,6 +76,7 @@ def controls() -> None:
         grid.selectbox(
             "Device",
             [device.name for device in devices if device.is_available],  # the fastest first
+            format_func=lambda name: name if name == "cpu" else f"{name} · {find_device(name).label}",
             key="device",
             help="\n\n".join(f"{device.name}: {device}" for device in devices),
             **kept,

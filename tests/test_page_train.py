@@ -133,10 +133,21 @@ def test_only_devices_that_work_are_offered_and_the_fastest_comes_first(
     )
     monkeypatch.setattr(devices, "all_devices", lambda: found)
     page = open_page(PAGE, device="xpu")
-    assert page.selectbox(key="device").options == ["cuda:0", "cpu"]
+    assert page.selectbox(key="device").options == ["cuda:0 · NVIDIA H200, 139 GiB", "cpu"]
     assert page.selectbox(key="device").value == "cuda:0"
     assert "its arithmetic is off" in page.selectbox(key="device").help
     assert "Device 'xpu' is not available: its arithmetic is off." in page.warning[0].value
+
+
+@pytest.mark.parametrize("written", ["cuda:1", "CUDA:1", "cuda:1 · NVIDIA A100, 80 GiB", "cuda:1 · Another GPU"])
+def test_a_device_in_the_address_is_chosen_by_its_name(
+    app: RunManager, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    found = (Device("cuda:0", "NVIDIA H200, 139 GiB"), Device("cuda:1", "NVIDIA A100, 80 GiB"), Device("cpu", "CPU"))
+    monkeypatch.setattr(devices, "all_devices", lambda: found)
+    page = open_page(PAGE, device=written)
+    assert page.selectbox(key="device").value == "cuda:1"
+    assert not page.warning
 
 
 def test_a_run_that_diverges_says_at_which_step_and_offers_a_smaller_learning_rate(app: RunManager) -> None:
