@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from mnist_trainer.ui.frame import page, settings_line, status_badge
+from mnist_trainer.ui.frame import page, plain, settings_line, status_badge
 
 with page("Home") as runs:
     from mnist_trainer.devices import all_devices
@@ -43,6 +43,6 @@ with page("Home") as runs:
             st.caption(settings_line(run))
 
     st.caption(
-        f"Runs and data are kept in {runs.home}. MNIST: LeCun, Cortes and Burges, CC BY-SA 3.0; "
+        f"Runs and data are kept in {plain(runs.home)}. MNIST: LeCun, Cortes and Burges, CC BY-SA 3.0; "
         "50,000 images to train on, 10,000 to validate, 10,000 to test."
     )

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .config import OPTIMIZERS, PIPELINES, TrainConfig
-from .errors import ImageError, MnistTrainerError, RunFolderError
+from .errors import (
+    ConfigError,
+    DeviceUnavailableError,
+    ImageError,
+    MnistTrainerError,
+    RunFolderError,
+    RunNotFoundError,
+)
 
 if TYPE_CHECKING:
     from .runs import Run
@@ -28,7 +35,7 @@ examples:
 Runs are kept in `mnist-trainer/runs` in your home folder, where the dashboard shows them;
 the environment variable MNIST_TRAINER_HOME names another folder instead of `mnist-trainer`.
 
-exit status: 0 all is well, 1 a run or a picture failed, 2 bad arguments, 130 stopped by Ctrl-C
+exit status: 0 all is well, 1 a run or a picture failed, 2 bad arguments or settings, 130 stopped by Ctrl-C
 """
 
 
@@ -40,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.command(options)
     except MnistTrainerError as error:
         print(error, file=sys.stderr)
-        return USAGE
+        return USAGE if isinstance(error, ConfigError | DeviceUnavailableError | RunNotFoundError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
@@ -132,6 +139,7 @@ def _train(options: argparse.Namespace) -> int:
         _show_progress(run)
     except KeyboardInterrupt:
         print("Stopping; the run is kept.", file=sys.stderr)
+        run.request_stop()
     finally:
         manager.shutdown(timeout_seconds=60)
     print(json.dumps(_as_json(run)) if options.json else _ending(run))

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from .errors import ConfigError
 
+HOME_VARIABLE = "MNIST_TRAINER_HOME"  # names the folder with runs and data
+
 TRAIN_SIZE, VAL_SIZE, TEST_SIZE = 50_000, 10_000, 10_000
 IMAGE_PIXELS, CLASSES = 28 * 28, 10
 
@@ -125,15 +127,16 @@ class TrainConfig:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate of what training holds on the device: parameters in float32 and activations.
+        """Estimate of what training takes: parameters in float32, and activations.
 
-        Counted: weights, gradients, the optimizer's moments, a copy for whoever watches; for the
-        largest batch its images, hidden units before and after the ReLU, and their gradients.
+        Counted: weights, gradients, the optimizer's moments, two copies for whoever watches, one
+        being written to disk; for the largest batch its images, as bytes and as numbers, hidden units
+        before and after the ReLU, and their gradients.
         """
         moments = {"SGD": 0, "SGD-momentum": 1}.get(self.optimizer, 2)
-        images = min(2 * self.batch_size, VAL_SIZE)
-        activations = 4 * images * (IMAGE_PIXELS + 3 * self.hidden_size)
-        return 4 * parameter_count(self.hidden_size) * (3 + moments) + activations
+        images = max(self.batch_size, min(2 * self.batch_size, VAL_SIZE))
+        activations = images * (5 * IMAGE_PIXELS + 12 * self.hidden_size)
+        return 4 * parameter_count(self.hidden_size) * (5 + moments) + activations
 
     def _hidden_size_hint(self) -> str:
         if isinstance(self.hidden_size, int) and MAX_HIDDEN_SIZE < self.hidden_size < 10**15:

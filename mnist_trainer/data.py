@@ -1,5 +1,6 @@
 """MNIST: unpacked from the copy in this package, checked, split, and cut into batches."""
 
+import errno
 import functools
 import hashlib
 import http.client
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from .config import TRAIN_SIZE, VAL_SIZE, TrainConfig
+from .config import HOME_VARIABLE, TRAIN_SIZE, VAL_SIZE, TrainConfig
 from .devices import DeviceDataLoader
 from .errors import DataError
 from .model import Batch
@@ -140,20 +141,16 @@ def prepare_files(root: Path) -> None:
         raise DataError(
             f"{old} is from an old version of torchvision, and cannot be checked. Remove it, and try again."
         )
-    if not _damaged(raw):
-        return
     try:
+        if not _damaged(raw):
+            return
         raw.mkdir(parents=True, exist_ok=True)
         with FileLock(raw / ".lock", timeout=LOCK_TIMEOUT_SECONDS):
             _unpack(raw)
-    except PermissionError as error:
-        raise DataError(
-            f"MNIST could not be unpacked to {raw}: the folder cannot be written. "
-            "Make it writable, or set MNIST_TRAINER_HOME to a folder that is."
-        ) from error
     except (OSError, RuntimeError, EOFError, zlib.error, http.client.HTTPException) as error:
         # What a full disk, a broken archive and torchvision's download raise, one after the other.
-        raise DataError(_what_to_put_where(raw, error)) from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"MNIST could not be unpacked to {raw} ({reason}). {_advice(error)}") from error
 
 
 def _unpack(raw: Path) -> None:
@@ -248,9 +245,22 @@ def _md5(path: Path) -> str:
         return ""
 
 
-def _what_to_put_where(raw: Path, error: BaseException) -> str:
+def _advice(error: BaseException) -> str:
+    if isinstance(error, Timeout):
+        return "Another program is unpacking it and does not come to an end. Stop that, and try again."
+    if isinstance(error, OSError) and error.errno in _FOLDER_FAULTS:
+        return f"Make room there or make it writable, or set {HOME_VARIABLE} to another folder."
     files = ", ".join(f"{name}.gz" for name in MD5)
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return (
-        f"MNIST could not be unpacked to {raw} ({reason}). Put the four original files there, {files}, and try again."
-    )
+    return f"Put the four original files there, {files}, and try again."
+
+
+_FOLDER_FAULTS = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from .model import MnistModel
 
 # A device must agree with the CPU this closely after so many steps, or its arithmetic is off (seen on MPS).
 CHECK_STEPS, CHECK_TOLERANCE = 20, 0.01
+USABLE_MEMORY = 0.9  # of what is free: others need some too
+
+_probe_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,9 @@ def find_device(name: str) -> Device:
             if device.is_available:
                 return device
             raise DeviceUnavailableError(
-                f"Device '{name}' is not available: {device.problem} Choose {_choices(devices)}."
+                f"Device '{name[:40]}' is not available: {device.problem} Choose {_choices(devices)}."
             )
-    raise DeviceUnavailableError(f"There is no device '{name}' here. Choose {_choices(devices)}.")
+    raise DeviceUnavailableError(f"There is no device '{name[:40]}' here. Choose {_choices(devices)}.")
 
 
 def check_fits(config: TrainConfig, device: str) -> None:
@@ -113,7 +117,7 @@ def check_fits(config: TrainConfig, device: str) -> None:
     Raises:
         ConfigError: says how much it would take, how much is free, and a hidden size that fits.
     """
-    free = free_memory(device)
+    free = int(USABLE_MEMORY * free_memory(device))
     if config.memory_bytes <= free:
         return
     one, two = (dataclasses.replace(config, hidden_size=size).memory_bytes for size in (1, 2))
@@ -121,25 +125,27 @@ def check_fits(config: TrainConfig, device: str) -> None:
     advice = f"at most {fitting:,}" if fitting > 0 else "a smaller batch"
     raise ConfigError(
         f"Hidden size {config.hidden_size:,} needs about {readable_bytes(config.memory_bytes)} to train, and "
-        f"{device} has {readable_bytes(free)} free. Choose {advice}."
+        f"{device} has {readable_bytes(free)} to spare. Choose {advice}."
     )
 
 
 def free_memory(device: str) -> int:
     """Bytes that a run may still take on `device`."""
     if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+        # What PyTorch keeps of ended runs counts as taken there, and is reused.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(torch.device(device))[0]) + kept
     # MPS shares the machine's memory; for XPU PyTorch has no portable call, and the machine's is a fair guess.
     return int(psutil.virtual_memory().available)
 
 
-@functools.cache
 def all_devices() -> tuple[Device, ...]:
     """Every device, the fastest first, with the reason for each that cannot be used.
 
     Tried once per process: a GPU takes a second or two to wake up.
     """
-    return (*_cuda(), *_xpu(), *_mps(), Device("cpu", "CPU"))
+    with _probe_lock:  # ten tabs on a cold server try them once
+        return _all_devices()
 
 
 def problem_with(device: str, reference_loss: Callable[[], float] | None = None) -> str:
@@ -184,6 +190,11 @@ def _loss_after_steps(device: str) -> float:
         loss.backward()
         optimizer.step()
     return model.training_step(batch).item()
+
+
+@functools.cache
+def _all_devices() -> tuple[Device, ...]:
+    return (*_cuda(), *_xpu(), *_mps(), Device("cpu", "CPU"))
 
 
 def _cuda() -> Iterable[Device]:

@@ -26,6 +26,7 @@ Point = tuple[float, float, float]  # x, y and pen width, in canvas units
 CANVAS_SIZE = 280  # units along a side of the canvas, whatever its size on a screen
 FIELD, BOX = 28, 20
 MAX_PIXELS = 20_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow knows others, some of which run programs
 MAX_POINTS = 20_000  # a hand draws some hundred points a digit
 SUPERSAMPLING = 2
 FAINT = 0.1  # ink lighter than this, as a fraction of the darkest, is paper: grain, shadow, a JPEG's ringing
@@ -82,7 +83,7 @@ def open_image(source: str | Path | bytes) -> Image.Image:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
         if not content:
             raise ImageError(f"{name} is empty. Choose a picture of a digit.")
-        with _no_warnings(), Image.open(io.BytesIO(content)) as image:
+        with _no_warnings(), Image.open(io.BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise ImageError(
@@ -94,9 +95,11 @@ def open_image(source: str | Path | bytes) -> Image.Image:
         raise ImageError(f"There is no file {name}. Check its name and folder.") from error
     except UnidentifiedImageError as error:
         raise ImageError(f"{name} is not a picture that can be read. Use a PNG or JPEG file.") from error
+    except PermissionError as error:
+        raise ImageError(f"{name} may not be opened. Change its permissions, or copy it.") from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"{name} has too many pixels. Make it smaller, or cut the digit out.") from error
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, RuntimeError, MemoryError) as error:
         # What Pillow's decoders raise for files that begin well and are cut short or broken further on.
         raise ImageError(f"{name} cannot be read: it is damaged or cut short. Save it anew as PNG.") from error
 

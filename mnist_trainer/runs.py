@@ -1,5 +1,7 @@
 """Runs: started here and trained on a background thread, or found in their folders."""
 
+import atexit
+import contextlib
 import dataclasses
 import logging
 import math
@@ -25,11 +27,14 @@ from .training import OPTIMIZER_FACTORIES, Batches, evaluate, fit
 log = logging.getLogger(__name__)
 
 FETCH_SECONDS = 0.2  # how often losses are read off the device, written down and shown
-STALL_STEPS, STALL_ACCURACY = 200, 0.25  # of so many steps, twice in a row; guessing has 0.1
+STALL_STEPS, SHORT_STALL_STEPS = 200, 50  # judged by so many, twice in a row; a run that ends sooner by fewer
+STALL_ACCURACY = 0.25  # guessing has 0.1
 GOOD_LEARNING_RATES = {"SGD": 0.5, "SGD-momentum": 0.1, "Adam": 0.001, "AdamW": 0.001}
 # Below this hidden size a second thread costs more than it brings; on a machine that also runs the
 # server and a browser, threads that wait for each other cost most of the speed.
 ONE_THREAD_BELOW = 256
+# What PyTorch says of full memory, by device and system.
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 KEPT_IN_MEMORY = 16  # ended runs; older ones are read from their folders again
 
 _init_lock = threading.Lock()
@@ -50,7 +55,9 @@ class Run:
         self.state = state
         self.is_trained_here = is_trained_here
         self.history = History()
-        self.stop = threading.Event()
+        self.stop = threading.Event()  # ends training before the next step
+        self.skip_test = threading.Event()  # ends, or forgoes, the measurement on the test set
+        self.is_testing = False  # training is over, and the test set is being measured
         self.ended = threading.Event()  # set once nothing about the run will change any more
         self._published: Checkpoint | None = None  # by the training thread, while it trains here
         self._folder_lock = threading.Lock()
@@ -96,14 +103,20 @@ class Run:
             return None
         return float(history.seconds[-1]) * (self.config.total_steps / history.steps - 1)
 
+    def request_stop(self) -> None:
+        """End training before the next step; asked again, or once training is over, end the test too."""
+        if self.stop.is_set() or self.is_testing:
+            self.skip_test.set()
+        self.stop.set()
+
     def snapshot(self) -> Snapshot:
         """What it measured so far.
 
         Raises:
             RunFolderError: the history is damaged.
         """
-        if not self._has_history:
-            with self._folder_lock:
+        with self._folder_lock:
+            if not self._has_history:
                 self.folder.read_history(self.history)
                 self._has_history = True
         return self.history.snapshot()
@@ -115,9 +128,9 @@ class Run:
             RunFolderError: the folder is damaged.
         """
         if self.is_live and not self.is_trained_here:
-            state = self.folder.read_state()
-            self._has_history = False  # read after the state: an ended run's history is whole
-            self.state = state
+            with self._folder_lock:
+                self.state = self.folder.read_state()
+                self._has_history = False  # read after the state: an ended run's history is whole
 
     @property
     def has_weights(self) -> bool:
@@ -125,7 +138,9 @@ class Run:
         return self._published is not None or self.folder.has_checkpoint
 
     def checkpoint(self) -> Checkpoint | None:
-        """Its newest weights, at most a second old while it trains here; None if there are none yet.
+        """Its newest weights, while it trains here a fraction of a second old; None if there are none yet.
+
+        A large network's are older: copying them may take no more than one part in fifty of the time.
 
         Raises:
             RunFolderError: the file is damaged.
@@ -147,8 +162,10 @@ class RunManager:
     def __init__(self, home: Path | None = None) -> None:
         self.home = home or home_folder()
         self._runs: OrderedDict[str, Run] = OrderedDict()
-        self._threads: dict[str, threading.Thread] = {}
+        self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
+        # Without this join a training thread would abort the interpreter as it shuts down.
+        atexit.register(self.shutdown)
 
     def start(self, config: TrainConfig) -> Run:
         """Start training in the background.
@@ -165,12 +182,11 @@ class RunManager:
         with self._lock:
             if busy := self.training:
                 raise RunBusyError(f"Run {busy.id} is still training. Stop it first, or wait until it ends.")
-            folder = RunFolder.create(self.home, config)
-            run = Run(folder, config, RunState(device_label=device.label), is_trained_here=True)
-            thread = threading.Thread(target=_train, args=(run, self.home), name=f"run {run.id}", daemon=True)
+            state = RunState(device_label=device.label)
+            run = Run(RunFolder.create(self.home, config, state), config, state, is_trained_here=True)
+            self._thread = threading.Thread(target=_train, args=(run, self.home), name=f"run {run.id}", daemon=True)
             self._keep(run)
-            self._threads = {run.id: thread}
-            thread.start()
+            self._thread.start()
         return run
 
     @property
@@ -191,36 +207,42 @@ class RunManager:
                 return latest
             raise RunNotFoundError("There is no run yet. Train one first: `python -m mnist_trainer train`.")
         with self._lock:
-            run = self._runs.get(run_id) or self._keep(Run.read(RunFolder.find(self.home, run_id)))
+            run = self._runs.get(run_id) or Run.read(RunFolder.find(self.home, run_id))
+            self._keep(run)
         run.refresh()
         return run
 
     def latest(self) -> Run | None:
         """The newest run that can be read."""
-        return next(self.all(), None)
+        newest = next(self.all(), None)
+        return newest and self.get(newest.id)
 
     def all(self) -> Iterator[Run]:
         """All runs that can be read, newest first. What is wrong with the others goes to the log."""
         for run_id in RunFolder.all_ids(self.home):
             try:
-                yield self.get(run_id)
+                # Not kept in memory for being listed: a run that somebody looks at is not pushed out.
+                run = self._runs.get(run_id) or Run.read(RunFolder.find(self.home, run_id))
+                run.refresh()
             except MnistTrainerError as error:
                 log.warning("%s", error)
+            else:
+                yield run
 
     def shutdown(self, timeout_seconds: float = 4.0) -> None:
         """Stop what is training and wait for it, so that the process may end and the run is kept."""
-        with self._lock:
-            threads = list(self._threads.values())
-            for run in self._runs.values():
-                run.stop.set()
-        for thread in threads:
-            thread.join(timeout_seconds)
+        if run := self.training:
+            run.stop.set()
+            run.skip_test.set()
+        if self._thread:
+            self._thread.join(timeout_seconds)
 
-    def _keep(self, run: Run) -> Run:
+    def _keep(self, run: Run) -> None:
+        """Keep `run` in memory, with what was read of it, in place of the one longest not asked for."""
         self._runs[run.id] = run
+        self._runs.move_to_end(run.id)
         for old_id in [key for key, old in self._runs.items() if not old.is_live][:-KEPT_IN_MEMORY]:
             del self._runs[old_id]
-        return run
 
 
 class _StoppedError(Exception):
@@ -313,7 +335,7 @@ class _Recorder:
             raise _DivergedError(f"at step {first + bad:,}")
         if self.seconds >= self.copy_due:
             self.publish()
-        self._warn_if_stalled()
+        self.warn_if_stalled(STALL_STEPS)
 
     def publish(self) -> None:
         """Let others see the weights as they are now, if they are still numbers."""
@@ -336,25 +358,36 @@ class _Recorder:
         self.times: list[float] = []
         self.fetched = self.seconds
 
-    def _warn_if_stalled(self) -> None:
-        message, suggestion = stall_warning(self.run.snapshot(), self.run.config)
-        if message != self.run.state.message:
-            self.run.state = dataclasses.replace(self.run.state, message=message, suggested_learning_rate=suggestion)
+    def warn_if_stalled(self, window: int) -> None:
+        """Say so in the run's state, or take it back, as the last `window` steps tell."""
+        state = self.run.state
+        message, suggestion = stall_warning(self.run.snapshot(), self.run.config, window)
+        # The figure in it changes all the time; it is shown and written down when there is news.
+        if bool(message) != bool(state.message):
+            _set_state(self.run, dataclasses.replace(state, message=message, suggested_learning_rate=suggestion))
 
 
-def stall_warning(steps: Snapshot, config: TrainConfig) -> tuple[str, float | None]:
+def stall_warning(steps: Snapshot, config: TrainConfig, window: int) -> tuple[str, float | None]:
     """What to say, and which learning rate to offer, if it is hardly better than guessing.
 
     A learning rate that is too large rarely gives NaN here; it kills the ReLUs, and the loss stays at
-    ln 10 = 2.303. Empty and None while it learns, or before it had 400 steps to show it.
+    ln 10 = 2.303.
+
+    Args:
+        steps: what was measured.
+        config: of the same run.
+        window: how many steps to judge by, twice in a row.
+
+    Returns:
+        Empty and None while it learns, or before it had the steps to show it.
     """
-    if steps.steps < 2 * STALL_STEPS:
+    if steps.steps < 2 * window:
         return "", None
-    recent = float(np.mean(steps.accuracies[-STALL_STEPS:]))
-    before = float(np.mean(steps.accuracies[-2 * STALL_STEPS : -STALL_STEPS]))
+    recent = float(np.mean(steps.accuracies[-window:]))
+    before = float(np.mean(steps.accuracies[-2 * window : -window]))
     if max(recent, before) >= STALL_ACCURACY:
         return "", None
-    has_jumped = float(np.max(steps.losses[:STALL_STEPS])) > 2 * math.log(10)
+    has_jumped = float(np.max(steps.losses[:window])) > 2 * math.log(10)
     suggestion = better_learning_rate(config, has_jumped)
     direction = "smaller" if suggestion < config.learning_rate else "larger"
     return (
@@ -385,18 +418,16 @@ def _train(run: Run, home: Path) -> None:
         torch.set_num_threads(1 if config.hidden_size < ONE_THREAD_BELOW else _all_threads)
         mnist = data.load_mnist(home / "data")
         train_loader, val_loader = data.train_and_val_loaders(mnist, config, config.device)
-        model = _seeded_model(config).to(config.device)
-        recorder = _Recorder(run, model)
+        recorder = _Recorder(run, _seeded_model(config).to(config.device))
         recorder.publish()
         status, message, suggestion = _fit(recorder, train_loader, val_loader)
-        message, suggestion = message or run.state.message, suggestion or run.state.suggested_learning_rate
         _end(recorder, mnist, status, message, suggestion)
     except Exception as error:  # the thread's last stop: what is not shown from here nobody sees
         _fail(run, recorder, error)
     finally:
         run.publish(None)
-        run.ended.set()
         run.folder.lock.release()
+        run.ended.set()
 
 
 def _fit(recorder: _Recorder, train_loader: Batches, val_loader: Batches) -> tuple[str, str, float | None]:
@@ -413,7 +444,9 @@ def _fit(recorder: _Recorder, train_loader: Batches, val_loader: Batches) -> tup
             on_step=recorder.on_step,
             on_epoch=recorder.on_epoch,
         )
-        return "finished", "", None
+        # A short run is judged by the steps that it had.
+        recorder.warn_if_stalled(max(SHORT_STALL_STEPS, min(STALL_STEPS, run.snapshot().steps // 2)))
+        return "finished", run.state.message, run.state.suggested_learning_rate
     except _StoppedError:
         return _stopped(recorder)
     except _DivergedError as error:
@@ -426,7 +459,7 @@ def _stopped(recorder: _Recorder) -> tuple[str, str, float | None]:
     except _DivergedError as error:
         return _diverged(recorder, error)
     recorder.publish()  # the very last step's weights
-    return "stopped", "", None
+    return "stopped", recorder.run.state.message, recorder.run.state.suggested_learning_rate
 
 
 def _diverged(recorder: _Recorder, error: _DivergedError) -> tuple[str, str, float | None]:
@@ -447,8 +480,11 @@ def _end(recorder: _Recorder, mnist: data.Mnist, status: str, message: str, sugg
     kept = recorder.checkpoint()
     run.folder.save_checkpoint(kept)
     recorder.model.load_state_dict(kept.weights)
-    test = evaluate(recorder.model, data.test_loader(mnist, run.config.device))
-    _finish(
+    run.is_testing = True
+    test: dict[str, float] = {}
+    with contextlib.suppress(_StoppedError):
+        test = evaluate(recorder.model, _Stoppable(data.test_loader(mnist, run.config.device), run.skip_test))
+    _set_state(
         run,
         dataclasses.replace(
             run.state,
@@ -456,15 +492,18 @@ def _end(recorder: _Recorder, mnist: data.Mnist, status: str, message: str, sugg
             message=message,
             suggested_learning_rate=suggestion,
             seconds=seconds,
-            test_loss=test["val_loss"],
-            test_accuracy=test["val_acc"],
+            test_loss=test.get("val_loss"),
+            test_accuracy=test.get("val_acc"),
         ),
     )
 
 
 def _fail(run: Run, recorder: _Recorder | None, error: Exception) -> None:
     log.error("Run %s failed.", run.id, exc_info=error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+    if recorder:
+        _salvage(recorder)
+    text = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in text for part in OUT_OF_MEMORY):
         half = max(1, run.config.batch_size // 2)
         message = (
             f"{run.state.device_label} is out of memory at batch size {run.config.batch_size:,}. "
@@ -475,10 +514,20 @@ def _fail(run: Run, recorder: _Recorder | None, error: Exception) -> None:
     else:
         message = f"The run failed: {first_sentence(error)}. The details are in the server's log."
     seconds = recorder.seconds if recorder else 0.0
-    _finish(run, dataclasses.replace(run.state, status="failed", message=message, seconds=seconds))
+    _set_state(run, dataclasses.replace(run.state, status="failed", message=message, seconds=seconds))
 
 
-def _finish(run: Run, state: RunState) -> None:
+def _salvage(recorder: _Recorder) -> None:
+    """Keep what a failed run had measured and learnt, as far as that still works."""
+    for keep in (recorder.fetch, lambda: recorder.run.folder.save_checkpoint(recorder.checkpoint())):
+        try:
+            keep()
+        except Exception:  # whatever broke the run may break this too; the run's own error is what is shown
+            log.warning("Something of run %s could not be kept.", recorder.run.id, exc_info=True)
+
+
+def _set_state(run: Run, state: RunState) -> None:
+    """Write down, and then show, how the run stands."""
     try:
         run.folder.write_state(state)
     except OSError as error:

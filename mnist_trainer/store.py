@@ -27,12 +27,12 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from .config import TrainConfig
+from .config import HOME_VARIABLE, TrainConfig
 from .errors import ConfigError, RunFolderError, RunNotFoundError
 from .history import EpochEnd, History
 
 FORMAT = 1
-HOME_VARIABLE = "MNIST_TRAINER_HOME"
+ID = r"[^.\\/:\0][^\\/:\0]{0,99}"  # a plain name, which a folder copied by hand may have; no path, nothing hidden
 STEP_COLUMNS = ("step", "loss", "accuracy", "seconds")
 EPOCH_COLUMNS = tuple(field.name for field in dataclasses.fields(EpochEnd))
 
@@ -112,22 +112,25 @@ class RunFolder:
         self._steps_read = self._epochs_read = 0  # bytes of history given out so far
 
     @classmethod
-    def create(cls, home: Path, config: TrainConfig) -> Self:
-        """Make a new folder for a run with these settings, and take its lock.
+    def create(cls, home: Path, config: TrainConfig, state: RunState | None = None) -> Self:
+        """Make a new folder for a run with these settings and this first state, and take its lock.
 
         Raises:
             RunFolderError: the folder cannot be written.
         """
         now = datetime.now(UTC)
+        folder = None
         try:
             folder = cls(_new_folder(home / "runs", now.astimezone().strftime("%Y-%m-%d_%H-%M-%S")))
             folder.lock.acquire(timeout=5)  # a reader may just be looking whether it is held
             (folder.path / "steps.csv").write_text(",".join(STEP_COLUMNS) + "\n", encoding="utf-8")
             (folder.path / "epochs.csv").write_text(",".join(EPOCH_COLUMNS) + "\n", encoding="utf-8")
-            folder.write_state(RunState())
+            folder.write_state(state or RunState())
             values = {"format": FORMAT, "created_at": now.isoformat(timespec="seconds"), "settings": config.to_json()}
             folder._write_json("config.json", values)  # last: a folder without it is not a run yet
         except OSError as error:
+            if folder:
+                folder.lock.release()
             raise RunFolderError(
                 f"The run cannot be kept in {home} ({error.strerror or error}). "
                 f"Make room or make it writable, or set {HOME_VARIABLE} to another folder."
@@ -142,7 +145,7 @@ class RunFolder:
             RunNotFoundError: there is none. The id is a plain name: no path is followed.
         """
         path = home / "runs" / run_id
-        if not re.fullmatch(r"\w[\w.-]{0,99}", run_id) or not (path / "config.json").is_file():
+        if not re.fullmatch(ID, run_id) or not (path / "config.json").is_file():
             shown = run_id if len(run_id) <= 60 else run_id[:57] + "…"
             raise RunNotFoundError(f"There is no run '{shown}'. `python -m mnist_trainer runs` lists those there are.")
         return cls(path)
@@ -163,7 +166,8 @@ class RunFolder:
                 f"The runs in {home} cannot be read ({error.strerror}). "
                 f"Make it a folder that can be, or set {HOME_VARIABLE} to another."
             ) from error
-        return sorted((path.name for path in folders), reverse=True)  # an id begins with the time
+        folders = [path for path in folders if re.fullmatch(ID, path.name)]
+        return [path.name for path in sorted(folders, key=_age, reverse=True)]
 
     def read_config(self) -> TrainConfig:
         """The settings it was started with.
@@ -341,6 +345,20 @@ def _new_folder(runs: Path, name: str) -> Path:
             continue
         return path
     raise FileExistsError(f"too many runs called {name}")
+
+
+def _age(folder: Path) -> tuple[str, int, str]:
+    """Sorts folders by when their runs were made; of those of one second, a longer name is newer ("…-10")."""
+    config = folder / "config.json"
+    return _created_at(config, config.stat().st_mtime_ns), len(folder.name), folder.name
+
+
+@functools.lru_cache(maxsize=4096)
+def _created_at(config: Path, _written_ns: int) -> str:
+    try:
+        return str(json.loads(config.read_text(encoding="utf-8"))["created_at"])
+    except (OSError, ValueError, LookupError, TypeError):  # damaged: said where the run is read
+        return ""
 
 
 def _replace(source: Path, target: Path) -> None:

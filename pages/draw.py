@@ -4,11 +4,12 @@ import streamlit as st
 
 from mnist_trainer.config import TrainConfig
 from mnist_trainer.drawing import render, to_mnist
-from mnist_trainer.errors import BlankDrawingError, MnistTrainerError
+from mnist_trainer.errors import MnistTrainerError
 from mnist_trainer.prediction import model_of, predict
 from mnist_trainer.runs import Run, RunManager
+from mnist_trainer.store import Checkpoint
 from mnist_trainer.ui.canvas import canvas, read_canvas
-from mnist_trainer.ui.frame import errors_shown, page
+from mnist_trainer.ui.frame import errors_shown, page, plain
 
 QUICK_EPOCHS = 3  # two seconds on a laptop's CPU, 95 % right
 REFRESH_SECONDS = 1.0  # while the network that reads is still training
@@ -31,7 +32,7 @@ def train_quickly(runs: RunManager) -> None:
     try:
         runs.start(TrainConfig(epochs=QUICK_EPOCHS))
     except MnistTrainerError as error:
-        st.toast(str(error), icon=":material/error:", duration="infinite")
+        st.toast(plain(error), icon=":material/error:", duration="infinite")
 
 
 def choose(choices: dict[str, Run]) -> str:
@@ -39,10 +40,15 @@ def choose(choices: dict[str, Run]) -> str:
     ids = list(choices)
     wanted = st.query_params.get("run", ids[0])
     if wanted not in ids:
-        st.warning(f"There is no run '{wanted[:60]}' with weights. The newest is used instead.")
+        st.warning(plain(f"There is no run '{wanted[:60]}' with weights. The newest is used instead."))
         wanted = ids[0]
     chosen: str = st.selectbox(
-        "Network", ids, ids.index(wanted), format_func=lambda run_id: label(choices[run_id]), key="network"
+        "Network",
+        ids,
+        ids.index(wanted),
+        format_func=lambda run_id: label(choices[run_id]),
+        key="network",
+        on_change=lambda: st.query_params.update(run=st.session_state["network"]),  # a reload finds it again
     )
     return chosen
 
@@ -67,13 +73,19 @@ def pad(run: Run, was_live: bool) -> None:
             done = run.snapshot().steps / run.config.total_steps
             st.progress(done, text="This network is training now; its answers change as it learns.")
         st.caption(f"The answer comes from run {run.id}: {checkpoint.trust}.")
+        answer(checkpoint)
+
+
+def answer(checkpoint: Checkpoint) -> None:
+    """Show the canvas, whatever it sent: where it cannot be read, it can still be cleared."""
+    seq, prediction, image = 0, None, None
+    with errors_shown():
         drawing = read_canvas("pad")
-        try:
+        seq = drawing.seq
+        if drawing.strokes:
             image = to_mnist(render(drawing.strokes))
-        except BlankDrawingError:
-            canvas("pad", drawing.seq, None, None)
-        else:
-            canvas("pad", drawing.seq, predict(model_of(checkpoint), image), image)
+            prediction = predict(model_of(checkpoint), image)
+    canvas("pad", seq, prediction, image)
 
 
 with page("Draw") as runs:

@@ -11,7 +11,7 @@ from mnist_trainer.devices import all_devices, find_device
 from mnist_trainer.errors import MnistTrainerError
 from mnist_trainer.runs import Run, RunManager
 from mnist_trainer.store import RunState
-from mnist_trainer.ui.frame import errors_shown, page, settings_line, status_badge
+from mnist_trainer.ui.frame import errors_shown, page, plain, settings_line, status_badge
 from mnist_trainer.ui.live_chart import live_chart
 
 REFRESH_SECONDS = 0.5
@@ -39,7 +39,7 @@ def main(runs: RunManager) -> None:
     run = chosen_run(runs)
     buttons(runs, run)
     if problem := st.session_state.get(ADVICE):
-        st.error(problem, icon=":material/error:")
+        st.error(plain(problem), icon=":material/error:")
     if run is None:
         st.info("No run yet. Keep these settings, or change them, and press **Start training**.")
         st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, newest_id(runs))
@@ -60,7 +60,7 @@ def check_address() -> None:
             if key == "device":
                 value = find_device(value.partition(" ")[0]).name  # the control writes the GPU's own name behind it
         except MnistTrainerError as error:
-            st.warning(f"{error} (The address has {key}={text[:60]}.)")
+            st.warning(plain(f"{error} (The address has {key}={text[:60]}.)"))
         else:
             if isinstance(value, str):
                 st.session_state[key] = value  # a list takes its own spelling only
@@ -138,7 +138,7 @@ def chosen_run(runs: RunManager) -> Run | None:
         try:
             return runs.get(run_id)
         except MnistTrainerError as error:
-            st.warning(f"{error} The newest run is shown instead.")
+            st.warning(plain(f"{error} The newest run is shown instead."))
             del st.query_params["run"]
     return runs.latest()
 
@@ -156,8 +156,9 @@ def buttons(runs: RunManager, run: Run | None) -> None:
             args=(runs,),
         )
         st.button("Stop", icon=":material/stop:", disabled=training is None, on_click=stop, args=(runs,))
-        if training and run is not training:
-            st.button("Show the run that is training", on_click=show, args=(training.id,))
+        newest = runs.latest()
+        if newest and run and newest.is_live and newest.id != run.id:
+            st.button("Show the run that is training", on_click=show, args=(newest.id,))
         has_ended = run and not run.is_live and run.has_weights
         if run and has_ended and st.button("Draw a digit", icon=":material/draw:"):
             st.switch_page("pages/draw.py", query_params={"run": run.id})
@@ -175,14 +176,18 @@ def start(runs: RunManager) -> None:
 
 def retry(runs: RunManager, run_id: str, learning_rate: float) -> None:
     """Callback of "Try learning rate …": the same settings again, with that one."""
-    run = runs.get(run_id)
-    run.stop.set()
-    run.ended.wait(5) if run.is_trained_here else None
-    st.session_state["lr"] = learning_rate
-    begin(runs, {**run.config.to_json(), "learning_rate": learning_rate})
+    stop(runs)
+    try:
+        settings = {**runs.get(run_id).config.to_json(), "learning_rate": learning_rate}
+    except MnistTrainerError as error:
+        st.session_state[ADVICE] = str(error)
+        return
+    for key, setting in SETTINGS.items():
+        st.session_state[key] = settings[setting]  # the controls show what is trained
+    begin(runs, settings)
 
 
-def begin(runs: RunManager, settings: dict[str, object]) -> None:
+def begin(runs: RunManager, settings: dict[str, Any]) -> None:
     try:
         run = runs.start(TrainConfig.from_json(settings))
     except MnistTrainerError as error:
@@ -194,7 +199,7 @@ def begin(runs: RunManager, settings: dict[str, object]) -> None:
 
 def stop(runs: RunManager) -> None:
     if training := runs.training:
-        training.stop.set()
+        training.request_stop()
         training.ended.wait(2)  # a step takes milliseconds: the page then shows the end at once
 
 
@@ -213,7 +218,7 @@ def live_panel(run: Run, shown_state: RunState) -> None:
             st.caption(f"{run.id} · {settings_line(run)}")
         if run.state.message:
             show_message = st.error if run.state.status in ("failed", "diverged") else st.warning
-            show_message(run.state.message)
+            show_message(plain(run.state.message))
         if run.is_live:
             if not run.is_trained_here:
                 st.caption("Another program trains it; it is stopped there.")
@@ -228,6 +233,8 @@ def live_panel(run: Run, shown_state: RunState) -> None:
 
 def progress_text(run: Run) -> str:
     steps, config = run.snapshot().steps, run.config
+    if run.is_testing:
+        return "Trained. Measuring on the 10,000 test images …"
     if not steps:
         return "Loading MNIST …"
     epoch = min(steps // config.steps_per_epoch + 1, config.epochs)
@@ -303,7 +310,7 @@ def newest_id(runs: RunManager) -> str | None:
 
 
 def described(what: str, value: float | None) -> str:
-    return f"{what} by step. Training, last 50 batches: {number(value, '.3f')}."
+    return f"{what} over the run. Training, last 50 batches: {number(value, '.3f')}."
 
 
 def number(value: float | None, form: str) -> str:

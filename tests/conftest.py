@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mnist_trainer.config import HOME_VARIABLE
 from mnist_trainer.data import Mnist, load_mnist
 from mnist_trainer.runs import RunManager
-from mnist_trainer.store import HOME_VARIABLE
 from mnist_trainer.ui import frame
 
 torch.set_num_threads(1)  # as runs of the article's size do; several wait for each other on a busy machine

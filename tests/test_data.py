@@ -1,5 +1,6 @@
 """MNIST on real files: unpacked, repaired, fetched, split and cut into batches."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -326,3 +327,18 @@ def test_the_test_set_comes_whole(mnist: Mnist) -> None:
     batches = list(data.test_loader(mnist, "cpu"))
     assert torch.equal(torch.cat([labels for _, labels in batches]), mnist.test_labels)
     assert torch.equal(torch.cat([images for images, _ in batches]), mnist.test_images.float() / 255)
+
+
+def test_a_full_disk_is_told_and_not_taken_for_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(DataError, match=r"No space left.*Make room there.*MNIST_TRAINER_HOME"):
+        prepare_files(tmp_path)
+
+
+def test_a_folder_of_an_old_torchvision_is_not_loaded_unchecked(unpacked: Path) -> None:
+    (unpacked / "MNIST" / "processed").mkdir()
+    with pytest.raises(DataError, match="processed is from an old version"):
+        prepare_files(unpacked)

@@ -50,7 +50,7 @@ def cuda_reason(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(torch.version, "cuda", version)
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(torch.cuda, "is_available", is_available)
-        (cuda,) = [device for device in devices.all_devices.__wrapped__() if device.name.startswith("cuda")]
+        (cuda,) = [device for device in devices._all_devices.__wrapped__() if device.name.startswith("cuda")]
         assert not cuda.is_available
         return cuda.problem
 
@@ -198,17 +198,17 @@ def test_a_gpu_that_fails_at_its_first_call_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asleep)
-    first = devices.all_devices.__wrapped__()[0]
+    first = devices._all_devices.__wrapped__()[0]
     assert first.name == "cuda:0"
     assert first.problem == "it failed when tried (CUDA error: unspecified launch failure)."
 
 
 def test_a_network_that_does_not_fit_is_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "free_memory", lambda device: 100_000_000)
-    with pytest.raises(ConfigError, match=r"^Hidden size 1,000,000 needs about \d.* GB .* cpu has 100 MB free\."):
+    with pytest.raises(ConfigError, match=r"^Hidden size 1,000,000 needs about \d.* GB .* cpu has 90 MB to spare\."):
         devices.check_fits(TrainConfig(hidden_size=1_000_000), "cpu")
     monkeypatch.setattr(devices, "free_memory", lambda device: 1_000)
-    with pytest.raises(ConfigError, match=r"has 1 kB free\. Choose a smaller batch"):
+    with pytest.raises(ConfigError, match=r"has 900 bytes to spare\. Choose a smaller batch"):
         devices.check_fits(TrainConfig(), "cpu")
 
 

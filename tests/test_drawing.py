@@ -253,3 +253,9 @@ def test_what_the_canvas_sends_is_checked_and_cut_to_size() -> None:
 def test_what_is_not_strokes_is_refused(value: object) -> None:
     with pytest.raises(ImageError, match="Clear it and draw again"):
         check_strokes(value)
+
+
+@pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"%PDF-1.7\n", b"<svg/>"])
+def test_a_format_that_may_run_programs_is_refused(content: bytes) -> None:
+    with pytest.raises(ImageError, match="Use a PNG or JPEG file"):
+        open_image(content)

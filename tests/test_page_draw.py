@@ -61,6 +61,16 @@ def test_an_empty_canvas_gives_no_prediction(trained: RunManager) -> None:
 def test_nonsense_from_a_browser_gets_a_sentence(trained: RunManager, strokes: object) -> None:
     page = draw(open_page(PAGE), strokes)
     assert "Clear it and draw again" in page.error[0].value
+    assert component_data(page)["probabilities"] is None  # the canvas is still there, to be cleared
+
+
+@pytest.mark.parametrize("sent", ["text", ["seq"], {"seq": "1", "strokes": []}])
+def test_nonsense_in_place_of_a_drawing_gets_a_sentence_too(trained: RunManager, sent: object) -> None:
+    page = open_page(PAGE)
+    page.session_state["pad"] = {"drawing": sent}
+    rerun(page)
+    assert "Clear it and draw again" in page.error[0].value
+    assert page.get("bidi_component")
 
 
 def test_any_run_can_be_chosen_and_the_newest_is_at_first(trained: RunManager) -> None:
@@ -72,6 +82,7 @@ def test_any_run_can_be_chosen_and_the_newest_is_at_first(trained: RunManager) -
     assert page.selectbox(key="network").value == new.id
     page.selectbox(key="network").set_value(old.id)
     assert f"run {old.id}" in text(rerun(page))
+    assert page.query_params["run"] == old.id  # a reload finds it again
     assert f"run {old.id}" in text(open_page(PAGE, run=old.id))
     assert "There is no run 'nonsense'" in open_page(PAGE, run="nonsense").warning[0].value
 

@@ -226,3 +226,20 @@ def test_chart_options_change_the_charts(app: RunManager) -> None:
     layout = component_data(rerun(page))["layout"]
     assert layout["xaxis"]["title"]["text"] == "epoch"
     assert layout["yaxis"]["type"] == "log"
+
+
+def test_an_address_cannot_make_the_page_fetch_a_picture(app: RunManager) -> None:
+    picture = "![x](http://example.com/p.png)"
+    page = open_page(PAGE, run=picture, device=picture)
+    assert len(page.warning) == 2
+    for warning in page.warning:
+        assert "!\\[x\\](" in warning.value
+
+
+def test_stopping_a_second_time_forgoes_the_test(app: RunManager) -> None:
+    run = app.start(LONG)
+    run.request_stop()
+    run.request_stop()
+    assert run.ended.wait(10)
+    assert run.state.test_accuracy is None
+    assert "Test accuracy: –" in text(open_page(PAGE))

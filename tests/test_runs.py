@@ -297,7 +297,7 @@ def test_a_network_too_large_for_the_memory_is_refused_before_anything_is_made(
     monkeypatch.setattr(devices, "free_memory", lambda device: 1_000_000_000)
     with pytest.raises(ConfigError, match="Hidden size 1,000,000 needs about") as caught:
         runs.start(dataclasses.replace(SHORT, hidden_size=1_000_000))
-    assert "cpu has 1 GB free. Choose at most" in str(caught.value)
+    assert "cpu has 900 MB to spare. Choose at most" in str(caught.value)
     assert not (runs.home / "runs").exists()
 
 
@@ -353,3 +353,51 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: RunManager, ca
     assert [run.id for run in other.all()] == [good.id]
     assert other.get("latest").id == good.id
     assert f"Run {bad.id} is of format 99" in caplog.text
+
+
+def test_a_short_run_that_learnt_nothing_says_so_at_its_end(runs: RunManager) -> None:
+    run = ended(runs.start(TrainConfig(device="cpu", epochs=1, learning_rate=1e4)))
+    assert run.snapshot().steps < 2 * runs_module.STALL_STEPS
+    assert "It is not learning" in run.state.message
+    assert run.state.suggested_learning_rate == 0.5
+
+
+def test_how_a_run_stands_is_on_disk_from_the_start(runs: RunManager) -> None:
+    run = runs.start(LONG)
+    assert RunFolder(run.folder.path).read_state() == RunState(device_label="CPU")
+
+
+def test_a_warning_is_on_disk_while_the_run_goes_on(runs: RunManager) -> None:
+    run = runs.start(dataclasses.replace(LONG, learning_rate=10.0))
+    until(lambda: run.state.message)
+    assert RunFolder(run.folder.path).read_state() == run.state
+    assert run.is_live
+
+
+def test_a_script_may_end_while_a_run_trains(home: Path) -> None:
+    script = (
+        "import mnist_trainer as m; r = m.RunManager().start(m.TrainConfig(epochs=900, device='cpu'))\n"
+        "while not r.snapshot().steps: pass"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    run = RunManager(home).latest()
+    assert run is not None
+    assert run.state.status == "stopped"
+
+
+def test_a_failed_run_keeps_what_it_had_measured_and_learnt(runs: RunManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> dict[str, float]:
+        raise RuntimeError("the fan fell off")
+
+    monkeypatch.setattr(runs_module, "FETCH_SECONDS", 1e9)  # nothing is fetched before the end of the epoch
+    monkeypatch.setattr("mnist_trainer.training.evaluate", broken)
+    run = ended(runs.start(SHORT))
+    assert run.state.status == "failed"
+    assert run.snapshot().steps == SHORT.steps_per_epoch
+    assert weights(run).step == SHORT.steps_per_epoch
+
+
+def test_a_batch_of_all_images_counts_whole_in_the_estimate_of_memory() -> None:
+    config = TrainConfig(batch_size=50_000, hidden_size=1500)
+    # Adding it up by hand: images, hidden units before and after the ReLU, and their gradients.
+    assert config.memory_bytes > 50_000 * 4 * (784 + 3 * 1500)

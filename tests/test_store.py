@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from mnist_trainer.config import TrainConfig
+from mnist_trainer.config import HOME_VARIABLE, TrainConfig
 from mnist_trainer.errors import MnistTrainerError, RunFolderError, RunNotFoundError
 from mnist_trainer.history import EpochEnd, History
 from mnist_trainer.model import MnistModel
-from mnist_trainer.store import HOME_VARIABLE, Checkpoint, RunFolder, RunState, home_folder
+from mnist_trainer.store import Checkpoint, RunFolder, RunState, home_folder
 
 CONFIG = TrainConfig(device="cpu", epochs=3, learning_rate=0.25, optimizer="AdamW", seed=7, pipeline="DataLoader")
 ROWS = [(2.3, 0.125, 0.01), (1.75, 0.5, 0.02), (0.5, 0.875, 0.0301)]
@@ -302,3 +303,13 @@ def test_a_state_with_values_of_the_wrong_kind_is_damaged(folder: RunFolder, val
     (folder.path / "state.json").write_text(json.dumps(state))
     with pytest.raises(RunFolderError, match=r"state\.json is damaged"):
         folder.read_state()
+
+
+def test_a_folder_copied_by_hand_may_have_any_name_and_keeps_its_place(home: Path, folder: RunFolder) -> None:
+    newer = RunFolder.create(home, TrainConfig())
+    copied = home / "runs" / "zz, my run (2)"
+    shutil.copytree(folder.path, copied)
+    values = json.loads((copied / "config.json").read_text()) | {"created_at": "2020-01-01T00:00:00+00:00"}
+    (copied / "config.json").write_text(json.dumps(values))
+    assert RunFolder.all_ids(home) == [newer.id, folder.id, copied.name]
+    assert RunFolder.find(home, copied.name).read_config() == folder.read_config()

@@ -4,6 +4,7 @@
 // In:  data = {seq, probabilities, image}: what became of the drawing with that number; null for an empty one.
 
 const SIZE = 280
+const NEAR = 1.5 // units between two points of a stroke
 const SEND_EVERY = 120 // ms while the pen moves; a finished stroke is sent at once
 const ANSWER_BY = 1000 // ms after which an unanswered drawing is taken for lost
 const STORED = "mnist-trainer-drawing" // survives reruns, page changes and reloads of this tab
@@ -70,7 +71,12 @@ class Pad {
   extend(event) {
     if (event.pointerId !== this.pointer) return
     const events = event.getCoalescedEvents?.() ?? []
-    this.strokes.at(-1).push(...(events.length ? events : [event]).map(each => this.point(each)))
+    const stroke = this.strokes.at(-1)
+    for (const each of events.length ? events : [event]) {
+      const point = this.point(each)
+      const [x, y] = stroke.at(-1)
+      if (Math.hypot(point[0] - x, point[1] - y) >= NEAR) stroke.push(point) // a fast mouse sends a thousand a second
+    }
     this.paint()
     this.sendSoon()
   }

@@ -12,6 +12,7 @@ import streamlit as st
 from torch import Tensor
 
 from mnist_trainer.drawing import Point, check_strokes
+from mnist_trainer.errors import ImageError
 from mnist_trainer.prediction import Prediction
 
 _HERE = Path(__file__)
@@ -42,9 +43,10 @@ def read_canvas(key: str) -> Drawing:
     Raises:
         ImageError: the browser sent something else.
     """
-    sent = (st.session_state.get(key) or {}).get("drawing") or {}
-    seq = sent.get("seq", 0)
-    return Drawing(seq if isinstance(seq, int) else 0, check_strokes(sent.get("strokes", [])))
+    sent = (st.session_state.get(key) or {}).get("drawing") or {"seq": 0, "strokes": []}
+    if not isinstance(sent, dict) or not isinstance(sent.get("seq"), int):
+        raise ImageError("The canvas sent something that is not a drawing. Clear it and draw again.")
+    return Drawing(sent["seq"], check_strokes(sent.get("strokes")))
 
 
 def canvas(key: str, seq: int, prediction: Prediction | None, image: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """What every page shares: its frame, the run manager, and how errors are shown."""
 
-import atexit
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -57,7 +57,12 @@ def errors_shown() -> Iterator[None]:
     try:
         yield
     except MnistTrainerError as error:
-        st.error(str(error), icon=":material/error:")
+        st.error(plain(error), icon=":material/error:")
+
+
+def plain(text: object) -> str:
+    """`text` as it stands: what came with an address may hold Markdown, which would fetch a picture from anywhere."""
+    return re.sub(r"([\\`*_\[\]<>$~#|])", r"\\\1", str(text))
 
 
 @st.cache_resource(show_spinner="Starting PyTorch …", on_release=lambda runs: runs.shutdown())
@@ -66,8 +71,6 @@ def manager() -> "RunManager":
     from mnist_trainer.runs import RunManager  # imports PyTorch: under the spinner
 
     runs = RunManager()
-    # Without this join a training thread would abort the interpreter as it shuts down.
-    atexit.register(runs.shutdown)
     # PyTorch's 400,000 objects need no looking through at each later garbage collection.
     gc.collect()
     gc.freeze()

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mnist_trainer.config import TrainConfig
+from mnist_trainer.config import HOME_VARIABLE, TrainConfig
 from mnist_trainer.runs import RunManager
-from mnist_trainer.store import HOME_VARIABLE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
