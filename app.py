@@ -41,6 +41,8 @@ with page("Home") as runs:
             if run.state.test_accuracy is not None:
                 st.metric("Test accuracy", f"{run.state.test_accuracy:.2%}", help="Of 10,000 images it never saw.")
             st.caption(settings_line(run))
+        for problem in runs.unreadable():
+            st.warning(plain(problem))
 
     st.caption(
         f"Runs and data are kept in {plain(runs.home)}. MNIST: LeCun, Cortes and Burges, CC BY-SA 3.0; "

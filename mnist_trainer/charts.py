@@ -33,7 +33,7 @@ def loss_figure(history: Snapshot, config: TrainConfig, x_axis: str, smoothing: 
         is_log: whether the loss axis is logarithmic.
     """
     y_axis: dict[str, Any] = {"title": {"text": "loss (nats per image)", "standoff": 12}}
-    y_axis |= {"type": "log", "dtick": "D2"} if is_log else {"rangemode": "tozero"}
+    y_axis |= {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if is_log else {"rangemode": "tozero"}
     epochs = [epoch.val_loss for epoch in history.epochs]
     return _figure(history, config, x_axis, smoothing, history.losses, epochs, y_axis)
 

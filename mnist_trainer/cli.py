@@ -198,7 +198,7 @@ def _predict(options: argparse.Namespace) -> int:
             text = f"{file}: {error}"
         else:
             row = {"file": file, "digit": prediction.digit, "probabilities": prediction.probabilities}
-            text = f"{file}: {prediction.digit} ({prediction.probability:.1%})"
+            text = f"{file}: {prediction}"
         print(json.dumps(row) if options.json else text)
     return status
 

@@ -206,6 +206,7 @@ def _article_loaders(
     from torchvision.datasets import MNIST
     from torchvision.transforms import ToTensor
 
+    prepare_files(root)  # read anew here: they may have been damaged since the other copy was loaded
     dataset = MNIST(root, transform=ToTensor())
     training, validation = Subset(dataset, train.tolist()), Subset(dataset, val.tolist())
     # A generator of their own: they draw a seed for workers, else from the process's random state.

@@ -91,8 +91,10 @@ def open_image(source: str | Path | bytes) -> Image.Image:
                     "Make it smaller, or cut the digit out."
                 )
             return _grey(ImageOps.exif_transpose(image))
-    except (FileNotFoundError, IsADirectoryError) as error:
+    except FileNotFoundError as error:
         raise ImageError(f"There is no file {name}. Check its name and folder.") from error
+    except IsADirectoryError as error:
+        raise ImageError(f"{name} is a folder. Name the pictures in it.") from error
     except UnidentifiedImageError as error:
         raise ImageError(f"{name} is not a picture that can be read. Use a PNG or JPEG file.") from error
     except PermissionError as error:

@@ -27,6 +27,10 @@ class Prediction:
         """Of `digit`, in [0, 1]."""
         return self.probabilities[self.digit]
 
+    def __str__(self) -> str:
+        sure = "> 99.9%" if self.probability > 0.9995 else f"{self.probability:.1%}"  # certainty is never whole
+        return f"{self.digit} ({sure})"
+
 
 def model_of(checkpoint: Checkpoint) -> MnistModel:
     """The network with these weights, on the CPU, rebuilt from their own sizes.

@@ -229,6 +229,17 @@ class RunManager:
             else:
                 yield run
 
+    def unreadable(self) -> list[str]:
+        """What is wrong with each run that cannot be read, as sentences."""
+        problems = []
+        for run_id in RunFolder.all_ids(self.home):
+            try:
+                if run_id not in self._runs:
+                    Run.read(RunFolder.find(self.home, run_id))
+            except MnistTrainerError as error:
+                problems.append(str(error))
+        return problems
+
     def shutdown(self, timeout_seconds: float = 4.0) -> None:
         """Stop what is training and wait for it, so that the process may end and the run is kept."""
         if run := self.training:
@@ -499,7 +510,7 @@ def _end(recorder: _Recorder, mnist: data.Mnist, status: str, message: str, sugg
 
 
 def _fail(run: Run, recorder: _Recorder | None, error: Exception) -> None:
-    log.error("Run %s failed.", run.id, exc_info=error)
+    log.error("Run %s failed.", run.id, exc_info=None if isinstance(error, MnistTrainerError) else error)
     if recorder:
         _salvage(recorder)
     text = str(error).lower()
@@ -511,6 +522,10 @@ def _fail(run: Run, recorder: _Recorder | None, error: Exception) -> None:
         )
     elif isinstance(error, MnistTrainerError):
         message = str(error)
+    elif isinstance(error, OSError):
+        message = (
+            f"It could not be written to {run.folder.path} ({error.strerror}). Is the folder there, and is there room?"
+        )
     else:
         message = f"The run failed: {first_sentence(error)}. The details are in the server's log."
     seconds = recorder.seconds if recorder else 0.0

@@ -33,6 +33,7 @@ from .history import EpochEnd, History
 
 FORMAT = 1
 ID = r"[^.\\/:\0][^\\/:\0]{0,99}"  # a plain name, which a folder copied by hand may have; no path, nothing hidden
+STATUSES = ("running", "finished", "stopped", "diverged", "failed", "interrupted")
 STEP_COLUMNS = ("step", "loss", "accuracy", "seconds")
 EPOCH_COLUMNS = tuple(field.name for field in dataclasses.fields(EpochEnd))
 
@@ -48,8 +49,7 @@ class RunState:
     """How a run stands.
 
     Attributes:
-        status: "running", "finished", "stopped", "diverged", "failed", or "interrupted" (its process
-            died; only ever read, never written).
+        status: one of `STATUSES`. "interrupted" (its process died) is only ever read, never written.
         message: what the user should know about it, a sentence or two; empty if all is well.
         suggested_learning_rate: one to try instead, if this one was the trouble.
         device_label: what it trains on, as a person calls it.
@@ -147,7 +147,7 @@ class RunFolder:
         path = home / "runs" / run_id
         if not re.fullmatch(ID, run_id) or not (path / "config.json").is_file():
             shown = run_id if len(run_id) <= 60 else run_id[:57] + "…"
-            raise RunNotFoundError(f"There is no run '{shown}'. `python -m mnist_trainer runs` lists those there are.")
+            raise RunNotFoundError(f"There is no run '{shown}'. The Draw page, and the command `runs`, list them all.")
         return cls(path)
 
     @classmethod
@@ -195,7 +195,8 @@ class RunFolder:
         values = self._read_json("state.json")
         known = {field.name: values[field.name] for field in dataclasses.fields(RunState) if field.name in values}
         texts = ("status", "message", "device_label")
-        if not all(isinstance(value, str if name in texts else int | float | None) for name, value in known.items()):
+        is_sound = all(isinstance(v, str if name in texts else int | float | None) for name, v in known.items())
+        if not is_sound or known.get("status") not in STATUSES:
             raise RunFolderError(f"Run {self.id} cannot be read: state.json is damaged.")
         state = RunState(**known)
         if state.is_live and not self._is_locked():

@@ -16,7 +16,7 @@ REFRESH_SECONDS = 1.0  # while the network that reads is still training
 
 
 def main(runs: RunManager) -> None:
-    st.title("Draw a digit")
+    st.header("Draw a digit")
     choices = {run.id: run for run in runs.all() if run.has_weights or run.is_live}
     if not choices:
         st.info("No network has been trained yet, so nobody can read your digit.")
@@ -72,8 +72,8 @@ def pad(run: Run, was_live: bool) -> None:
         if run.is_live:
             done = run.snapshot().steps / run.config.total_steps
             st.progress(done, text="This network is training now; its answers change as it learns.")
-        st.caption(f"The answer comes from run {run.id}: {checkpoint.trust}.")
         answer(checkpoint)
+        st.caption(f"The answer comes from run {run.id}: {checkpoint.trust}.")
 
 
 def answer(checkpoint: Checkpoint) -> None:

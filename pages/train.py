@@ -8,7 +8,7 @@ from streamlit.delta_generator import DeltaGenerator
 from mnist_trainer.charts import X_AXES, accuracy_figure, loss_figure
 from mnist_trainer.config import OPTIMIZERS, PIPELINES, TrainConfig
 from mnist_trainer.devices import all_devices, find_device
-from mnist_trainer.errors import MnistTrainerError
+from mnist_trainer.errors import MnistTrainerError, RunBusyError
 from mnist_trainer.runs import Run, RunManager
 from mnist_trainer.store import RunState
 from mnist_trainer.ui.frame import errors_shown, page, plain, settings_line, status_badge
@@ -17,6 +17,8 @@ from mnist_trainer.ui.live_chart import live_chart
 REFRESH_SECONDS = 0.5
 LOOKOUT_SECONDS = 5.0  # for a run that somebody else starts
 DEFAULT_SMOOTHING = 0.9
+MAX_ADDRESS_CHARACTERS = 200
+KEPT: dict[str, Any] = {"bind": "query-params", "on_change": "ignore"}  # in the URL; sent with the next button
 ADVICE = "train_advice"  # in the session: why the last start was refused
 
 # A control's key, which is its name in the URL too → the setting.
@@ -33,7 +35,7 @@ SETTINGS = {
 
 
 def main(runs: RunManager) -> None:
-    st.title("Train")
+    st.header("Train")
     check_address()
     controls()
     run = chosen_run(runs)
@@ -55,6 +57,9 @@ def check_address() -> None:
         text = st.query_params.get(key)
         if text is None or key in st.session_state:  # once mounted, the control and the URL agree
             continue
+        if len(text) > MAX_ADDRESS_CHARACTERS:  # a number of so many digits breaks the control itself
+            st.error(f"The address has {len(text):,} characters for {key}. Shorten it, and open it again.")
+            st.stop()
         try:
             value = getattr(TrainConfig.from_text({setting: text}), setting)
             if key == "device":
@@ -67,9 +72,7 @@ def check_address() -> None:
 
 
 def controls() -> None:
-    """All settings. They are kept in the URL, and nothing is sent before a button is pressed."""
-    kept: dict[str, Any] = {"bind": "query-params", "on_change": "ignore"}
-    default = TrainConfig()
+    """The four settings that a class talks about. What is set is kept in the URL, and sent with the button."""
     devices = all_devices()
     with st.container(border=True):
         grid = st.grid(4, min_column_width=150)
@@ -79,56 +82,50 @@ def controls() -> None:
             format_func=lambda name: name if name == "cpu" else f"{name} · {find_device(name).label}",
             key="device",
             help="\n\n".join(f"{device.name}: {device}" for device in devices),
-            **kept,
+            **KEPT,
         )
-        grid.number_input(
-            "Epochs", value=default.epochs, step=1, key="epochs", help="Passes over the 50,000 training images.", **kept
-        )
-        grid.number_input(
+        number_input(grid, "Epochs", "epochs", 1, "Passes over the 50,000 training images.")
+        number_input(
+            grid,
             "Learning rate",
-            value=default.learning_rate,
-            step=0.1,
-            format="%g",
-            key="lr",
-            help="How far each step goes. 0.5 suits SGD, 0.1 SGD-momentum, 0.001 Adam and AdamW.",
-            **kept,
+            "lr",
+            0.1,
+            "How far each step goes. 0.5 suits SGD, 0.1 SGD-momentum, 0.001 Adam and AdamW.",
         )
-        grid.number_input(
-            "Hidden size",
-            value=default.hidden_size,
-            step=32,
-            key="hidden",
-            help="Units in the hidden layer: 784 → hidden → 10.",
-            **kept,
+        number_input(grid, "Hidden size", "hidden", 32, "Units in the hidden layer: 784 → hidden → 10.")
+
+
+def more_settings() -> None:
+    with st.popover("More settings", icon=":material/tune:"):
+        number_input(st, "Batch size", "batch", 32, "Images per step.")
+        st.selectbox(
+            "Optimizer",
+            OPTIMIZERS,
+            key="optimizer",
+            help="SGD-momentum has momentum 0.9. With Adam or AdamW, choose a learning rate near 0.001.",
+            **KEPT,
         )
-        with st.expander("More settings"):
-            grid = st.grid(4, min_column_width=150)
-            grid.number_input(
-                "Batch size", value=default.batch_size, step=32, key="batch", help="Images per step.", **kept
-            )
-            grid.selectbox(
-                "Optimizer",
-                OPTIMIZERS,
-                key="optimizer",
-                help="SGD-momentum has momentum 0.9. With Adam or AdamW, choose a learning rate near 0.001.",
-                **kept,
-            )
-            grid.number_input(
-                "Seed",
-                value=default.seed,
-                step=1,
-                key="seed",
-                help="One seed, one run: it sets the split, the first weights and the order of the images.",
-                **kept,
-            )
-            grid.selectbox(
-                "Data pipeline",
-                PIPELINES,
-                key="pipeline",
-                help="on-device: all images lie on the device, batches are cut there. DataLoader: the article's "
-                "way, image by image, then copied. Both give the same batches; compare the speed.",
-                **kept,
-            )
+        number_input(
+            st,
+            "Seed",
+            "seed",
+            1,
+            "One seed, one run: it sets the split, the first weights and the order of images.",
+        )
+        st.selectbox(
+            "Data pipeline",
+            PIPELINES,
+            key="pipeline",
+            help="on-device: all images lie on the device, batches are cut there. DataLoader: the article's way, "
+            "image by image, then copied. Both give the same batches; compare the speed.",
+            **KEPT,
+        )
+
+
+def number_input(place: Any, label: str, key: str, step: float, explained: str) -> None:
+    # A float to Streamlit, whole or not: of "1e9" typed into a whole-number control it would take the 1.
+    default = float(getattr(TrainConfig(), SETTINGS[key]))
+    place.number_input(label, value=default, step=float(step), format="%g", key=key, help=explained, **KEPT)
 
 
 def chosen_run(runs: RunManager) -> Run | None:
@@ -156,6 +153,7 @@ def buttons(runs: RunManager, run: Run | None) -> None:
             args=(runs,),
         )
         st.button("Stop", icon=":material/stop:", disabled=training is None, on_click=stop, args=(runs,))
+        more_settings()
         newest = runs.latest()
         if newest and run and newest.is_live and newest.id != run.id:
             st.button("Show the run that is training", on_click=show, args=(newest.id,))
@@ -188,8 +186,13 @@ def retry(runs: RunManager, run_id: str, learning_rate: float) -> None:
 
 
 def begin(runs: RunManager, settings: dict[str, Any]) -> None:
+    for name, value in settings.items():  # the controls give floats; what is not whole is refused in words
+        if name != "learning_rate" and isinstance(value, float) and value.is_integer():
+            settings[name] = int(value)
     try:
         run = runs.start(TrainConfig.from_json(settings))
+    except RunBusyError:  # a double click, or somebody else was faster: their run is what there is to see
+        st.query_params.pop("run", None)
     except MnistTrainerError as error:
         st.session_state[ADVICE] = str(error)
     else:
@@ -235,6 +238,8 @@ def progress_text(run: Run) -> str:
     steps, config = run.snapshot().steps, run.config
     if run.is_testing:
         return "Trained. Measuring on the 10,000 test images …"
+    if run.stop.is_set():
+        return "Stopping after this step …"
     if not steps:
         return "Loading MNIST …"
     epoch = min(steps // config.steps_per_epoch + 1, config.epochs)
@@ -247,7 +252,7 @@ def progress_text(run: Run) -> str:
 def figures(run: Run) -> None:
     """The run in numbers, each with the set it is from. The tiles are the same from start to end."""
     history, state = run.snapshot(), run.state
-    last, right = history.last_epoch, history.recent(history.accuracies)
+    last, right, speed = history.last_epoch, history.recent(history.accuracies), run.images_per_second
     grid = st.grid(4, min_column_width=150)
     tile(grid, "Training accuracy", number(right, ".2%"), loss_text(history.recent(history.losses)))
     tile(
@@ -266,11 +271,11 @@ def figures(run: Run) -> None:
         grid,
         "Time so far" if run.is_live else "Total time",
         duration(run.seconds),
-        f"{number(run.images_per_second, ',.0f')} images/s",
+        f"{speed:,.0f} images/s" if speed else None,
     )
 
 
-def tile(grid: DeltaGenerator, label: str, value: str, below: str) -> None:
+def tile(grid: DeltaGenerator, label: str, value: str, below: str | None) -> None:
     """A figure with a second line, which is no change for better or worse."""
     grid.metric(label, value, below, delta_color="off", delta_arrow="off", border=True)
 
@@ -281,11 +286,9 @@ def charts(run: Run) -> None:
     revision = f"{run.id} {x_axis}"  # zoom is kept until another run or axis is shown
     left, right = st.columns(2)
     with left:
-        st.markdown("**Loss**")
         figure = loss_figure(history, run.config, x_axis, smoothing, bool(options.get("log_scale")))
         live_chart("loss", figure, revision=revision, description=described("Loss", history.recent(history.losses)))
     with right:
-        st.markdown("**Accuracy**")
         figure = accuracy_figure(history, run.config, x_axis, smoothing)
         shown = described("Accuracy", history.recent(history.accuracies))
         live_chart("accuracy", figure, revision=revision, description=shown)
@@ -317,8 +320,8 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def loss_text(value: float | None) -> str:
-    return f"loss {number(value, '.3f' if value is not None and value < 1000 else '.1e')}"
+def loss_text(value: float | None) -> str | None:
+    return None if value is None else f"loss {value:.3f}" if value < 1000 else f"loss {value:.1e}"
 
 
 def duration(seconds: float) -> str:

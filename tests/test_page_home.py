@@ -47,4 +47,4 @@ def test_the_latest_run_is_shown_with_its_test_accuracy(app: RunManager) -> None
 def test_both_next_steps_lead_to_their_pages(app: RunManager, label: str, title: str) -> None:
     page = home_page()
     next(button for button in page.button if button.label == label).click()
-    assert rerun(page).title[0].value == title
+    assert rerun(page).header[0].value == title

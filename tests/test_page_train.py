@@ -45,7 +45,7 @@ def test_a_run_goes_from_start_to_test_accuracy(app: RunManager) -> None:
     for chart in (loss, right):
         assert [trace["name"] for trace in chart["traces"]] == ["training", "training, smoothed", "validation"]
     click(page, "Draw a digit")
-    assert page.title[0].value == "Draw a digit"
+    assert page.header[0].value == "Draw a digit"
 
 
 def test_while_it_trains_it_shows_progress_and_only_stop_is_offered(app: RunManager) -> None:

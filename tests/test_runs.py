@@ -295,8 +295,8 @@ def test_a_network_too_large_for_the_memory_is_refused_before_anything_is_made(
     runs: RunManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "free_memory", lambda device: 1_000_000_000)
-    with pytest.raises(ConfigError, match="Hidden size 1,000,000 needs about") as caught:
-        runs.start(dataclasses.replace(SHORT, hidden_size=1_000_000))
+    with pytest.raises(ConfigError, match="Hidden size 100,000 needs about") as caught:
+        runs.start(dataclasses.replace(SHORT, hidden_size=100_000))
     assert "cpu has 900 MB to spare. Choose at most" in str(caught.value)
     assert not (runs.home / "runs").exists()
 

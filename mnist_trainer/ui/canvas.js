@@ -75,9 +75,10 @@ class Pad {
     for (const each of events.length ? events : [event]) {
       const point = this.point(each)
       const [x, y] = stroke.at(-1)
-      if (Math.hypot(point[0] - x, point[1] - y) >= NEAR) stroke.push(point) // a fast mouse sends a thousand a second
+      if (Math.hypot(point[0] - x, point[1] - y) < NEAR) continue // a fast mouse sends a thousand a second
+      stroke.push(point)
+      this.paintSegment(stroke, stroke.length - 1) // what is there stays: a long drawing costs no more than a short one
     }
-    this.paint()
     this.sendSoon()
   }
 
@@ -126,16 +127,18 @@ class Pad {
     context.clearRect(0, 0, SIZE, SIZE)
     context.lineCap = context.lineJoin = "round"
     context.strokeStyle = "#fff"
-    for (const stroke of this.strokes)
-      stroke.forEach(([x, y, width], i) => {
-        const [fromX, fromY] = stroke[Math.max(0, i - 1)]
-        context.lineWidth = width
-        context.beginPath()
-        context.moveTo(fromX, fromY)
-        context.lineTo(i ? x : x + 0.01, y) // a dot is a very short line
-        context.stroke()
-      })
+    for (const stroke of this.strokes) for (let i = 0; i < stroke.length; i++) this.paintSegment(stroke, i)
     this.undoButton.disabled = this.clearButton.disabled = !this.strokes.length
+  }
+
+  paintSegment(stroke, i) {
+    const [fromX, fromY] = stroke[Math.max(0, i - 1)]
+    const [x, y, width] = stroke[i]
+    this.context.lineWidth = width
+    this.context.beginPath()
+    this.context.moveTo(fromX, fromY)
+    this.context.lineTo(i ? x : x + 0.01, y) // a dot is a very short line
+    this.context.stroke()
   }
 
   resize() {

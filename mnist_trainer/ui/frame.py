@@ -18,6 +18,11 @@ PAGES = (
     ("pages/train.py", "Train", ":material/model_training:"),
     ("pages/draw.py", "Draw", ":material/draw:"),
 )
+# Less room at the top, so that charts fit a projector; no keyboard shortcut on what has no keyboard.
+STYLE = """<style>
+.stMainBlockContainer { padding-top: 3rem }
+@media (hover: none) { [data-testid="stMain"] kbd { display: none } }
+</style>"""
 STATUS_COLORS = {
     "running": "blue",
     "finished": "green",
