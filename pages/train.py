@@ -177,6 +177,7 @@ def retry(runs: RunManager, run_id: str, learning_rate: float) -> None:
     stop(runs)
     try:
         settings = {**runs.get(run_id).config.to_json(), "learning_rate": learning_rate}
+        find_device(settings["device"])  # a run of another machine may name one that is not here
     except MnistTrainerError as error:
         st.session_state[ADVICE] = str(error)
         return
@@ -277,7 +278,7 @@ def figures(run: Run) -> None:
 
 def tile(grid: DeltaGenerator, label: str, value: str, below: str | None) -> None:
     """A figure with a second line, which is no change for better or worse."""
-    grid.metric(label, value, below, delta_color="off", delta_arrow="off", border=True)
+    grid.metric(label, value, below, delta_color="off", delta_arrow="off", border=True, height="stretch")
 
 
 def charts(run: Run) -> None:

@@ -43,6 +43,17 @@ def test_the_latest_run_is_shown_with_its_test_accuracy(app: RunManager) -> None
     assert f"Test accuracy: {run.state.test_accuracy:.2%}" in said
 
 
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(app: RunManager) -> None:
+    run = app.start(TrainConfig(epochs=1))
+    assert run.ended.wait(60)
+    broken = app.home / "runs" / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    page = home_page()
+    assert "Run broken cannot be read" in page.warning[0].value
+    assert run.id in text(page)
+
+
 @pytest.mark.parametrize(("label", "title"), [("Train a network", "Train"), ("Draw a digit", "Draw a digit")])
 def test_both_next_steps_lead_to_their_pages(app: RunManager, label: str, title: str) -> None:
     page = home_page()

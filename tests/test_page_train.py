@@ -1,5 +1,7 @@
 """The Train page, as a user reads it."""
 
+import dataclasses
+
 import pytest
 from streamlit.testing.v1 import AppTest
 
@@ -162,6 +164,23 @@ def test_a_run_that_diverges_says_at_which_step_and_offers_a_smaller_learning_ra
     again = app.training or ended(app)
     assert again.config.learning_rate == 0.5
     assert page.number_input(key="lr").value == 0.5
+
+
+def test_trying_again_a_run_of_another_machine_says_that_its_device_is_not_here(app: RunManager) -> None:
+    run = app.start(TrainConfig(learning_rate=1e8))
+    assert run.ended.wait(60)
+    run.config = dataclasses.replace(run.config, device="cuda:5")
+    page = click(open_page(PAGE), "Try learning rate 0.5")
+    assert "Device 'cuda:5' is not available" in page.error[0].value
+    assert app.latest() is run
+
+
+def test_two_starts_at_once_show_the_run_that_was_faster(app: RunManager) -> None:
+    page = open_page(PAGE)
+    run = app.start(LONG)  # between the page's last run and its click
+    click(page, "Start training")
+    assert run.id in text(page)
+    assert not page.error
 
 
 def test_a_run_that_stopped_learning_says_so_and_offers_a_smaller_learning_rate(app: RunManager) -> None:

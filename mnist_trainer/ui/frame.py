@@ -40,9 +40,7 @@ def page(title: str) -> Iterator["RunManager"]:
     Every page's script runs inside it, and nothing else of Streamlit is called before.
     """
     st.set_page_config(page_title=f"{title} · MNIST Trainer", page_icon="🔢", layout="wide")
-    st.html(
-        "<style>.stMainBlockContainer { padding-top: 3.5rem }</style>"
-    )  # half of it, so that charts fit a projector
+    st.html(STYLE)
     with st.sidebar:
         st.markdown("**MNIST Trainer**")
         for path, label, icon in PAGES:
