@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from mnist_trainer import devices
-from mnist_trainer import runs as runs_module
+from mnist_trainer import devices, trainer
 from mnist_trainer.config import TrainConfig
 from mnist_trainer.devices import Device
 from mnist_trainer.runs import Run, RunManager
@@ -198,7 +197,7 @@ def test_a_run_that_fails_says_why_and_the_page_goes_on(app: RunManager, monkeyp
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("the fan fell off")
 
-    monkeypatch.setattr(runs_module, "fit", broken)
+    monkeypatch.setattr(trainer, "fit", broken)
     page = click(open_page(PAGE), "Start training")
     ended(app)
     rerun(page)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from mnist_trainer import data, devices
-from mnist_trainer import runs as runs_module
+from mnist_trainer import data, devices, trainer
+from mnist_trainer.advice import STALL_STEPS
 from mnist_trainer.config import TrainConfig
 from mnist_trainer.errors import ConfigError, DeviceUnavailableError, RunBusyError, RunNotFoundError
 from mnist_trainer.model import MnistModel
@@ -149,7 +149,7 @@ def test_the_articles_pipeline_leaves_the_random_state_alone_too(article_run: tu
 
 @pytest.mark.parametrize("fetch_seconds", [0, 0.2])  # measurements and weights are due together, or are not
 def test_a_stop_keeps_what_was_learnt(runs: RunManager, monkeypatch: pytest.MonkeyPatch, fetch_seconds: float) -> None:
-    monkeypatch.setattr(runs_module, "FETCH_SECONDS", fetch_seconds)
+    monkeypatch.setattr(trainer, "FETCH_SECONDS", fetch_seconds)
     run = runs.start(LONG)
     until(lambda: run.snapshot().epochs)
     run.stop.set()
@@ -237,7 +237,7 @@ def test_an_error_on_the_training_thread_becomes_the_runs_state(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs_module, "fit", fail)
+        patch.setattr(trainer, "fit", fail)
         run = ended(runs.start(SHORT))
     assert run.state.status == "failed"
     assert run.state.message.startswith(message)
@@ -357,7 +357,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(runs: RunManager, ca
 
 def test_a_short_run_that_learnt_nothing_says_so_at_its_end(runs: RunManager) -> None:
     run = ended(runs.start(TrainConfig(device="cpu", epochs=1, learning_rate=1e4)))
-    assert run.snapshot().steps < 2 * runs_module.STALL_STEPS
+    assert run.snapshot().steps < 2 * STALL_STEPS
     assert "It is not learning" in run.state.message
     assert run.state.suggested_learning_rate == 0.5
 
@@ -389,7 +389,7 @@ def test_a_failed_run_keeps_what_it_had_measured_and_learnt(runs: RunManager, mo
     def broken(*_: object) -> dict[str, float]:
         raise RuntimeError("the fan fell off")
 
-    monkeypatch.setattr(runs_module, "FETCH_SECONDS", 1e9)  # nothing is fetched before the end of the epoch
+    monkeypatch.setattr(trainer, "FETCH_SECONDS", 1e9)  # nothing is fetched before the end of the epoch
     monkeypatch.setattr("mnist_trainer.training.evaluate", broken)
     run = ended(runs.start(SHORT))
     assert run.state.status == "failed"
