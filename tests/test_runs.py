@@ -377,7 +377,7 @@ def test_a_warning_is_on_disk_while_the_run_goes_on(runs: RunManager) -> None:
 def test_a_script_may_end_while_a_run_trains(home: Path) -> None:
     script = (
         "import mnist_trainer as m; r = m.RunManager().start(m.TrainConfig(epochs=900, device='cpu'))\n"
-        "while not r.snapshot().steps: pass"
+        "while not r.snapshot().steps: r.ended.wait(0.05)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     run = RunManager(home).latest()
