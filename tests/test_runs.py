@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from mnist_trainer import data, devices, trainer
 from mnist_trainer.advice import STALL_STEPS
-from mnist_trainer.config import TrainConfig
+from mnist_trainer.config import PIPELINES, TrainConfig
 from mnist_trainer.errors import ConfigError, DeviceUnavailableError, RunBusyError, RunNotFoundError
 from mnist_trainer.model import MnistModel
 from mnist_trainer.prediction import model_of
@@ -401,3 +401,17 @@ def test_a_batch_of_all_images_counts_whole_in_the_estimate_of_memory() -> None:
     config = TrainConfig(batch_size=50_000, hidden_size=1500)
     # Adding it up by hand: images, hidden units before and after the ReLU, and their gradients.
     assert config.memory_bytes > 50_000 * 4 * (784 + 3 * 1500)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_run_on_a_gpu_learns_as_on_the_cpu_and_its_weights_open_there(
+    runs: RunManager, mnist: data.Mnist, pipeline: str
+) -> None:
+    config = TrainConfig(device="cuda", epochs=2, pipeline=pipeline)
+    on_gpu, on_cpu = ended(runs.start(config)), ended(runs.start(dataclasses.replace(config, device="cpu")))
+    assert on_gpu.state.status == "finished"
+    assert on_gpu.config.device.startswith("cuda:")
+    assert on_gpu.state.test_accuracy == pytest.approx(on_cpu.state.test_accuracy, abs=0.01)
+    assert accuracy_on_test_images(weights(on_gpu), mnist) == pytest.approx(on_gpu.state.test_accuracy, abs=0.001)
