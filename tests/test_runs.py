@@ -302,7 +302,7 @@ def test_a_network_too_large_for_the_memory_is_refused_before_anything_is_made(
 
 
 def test_a_run_can_be_read_from_many_threads_while_it_trains(runs: RunManager) -> None:
-    run, wrong, looked = runs.start(TrainConfig(device="cpu", epochs=2)), list[object](), set[int]()
+    run, wrong, looked = runs.start(TrainConfig(device="cpu", epochs=4)), list[object](), set[int]()
 
     def read() -> None:
         steps = 0
