@@ -139,7 +139,6 @@ def _train(options: argparse.Namespace) -> int:
         _show_progress(run)
     except KeyboardInterrupt:
         print("Stopping; the run is kept.", file=sys.stderr)
-        run.request_stop()
     finally:
         manager.shutdown(timeout_seconds=60)
     print(json.dumps(_as_json(run)) if options.json else _ending(run))
@@ -160,8 +159,8 @@ def _show_progress(run: "Run") -> None:
                 line = f"Epoch [{epoch.epoch}], val_loss: {epoch.val_loss:.4f}, val_acc: {epoch.val_accuracy:.4f}"
                 tqdm.write(line, file=sys.stderr)
             shown = len(snapshot.epochs)
-            if snapshot.steps:
-                bar.set_postfix(loss=f"{snapshot.losses[-50:].mean():.4f}", refresh=False)
+            if (loss := snapshot.recent(snapshot.losses)) is not None:
+                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update(snapshot.steps - bar.n)
             if has_ended:
                 return

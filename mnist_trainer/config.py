@@ -9,7 +9,7 @@ from .errors import ConfigError
 
 HOME_VARIABLE = "MNIST_TRAINER_HOME"  # names the folder with runs and data
 
-TRAIN_SIZE, VAL_SIZE, TEST_SIZE = 50_000, 10_000, 10_000
+TRAIN_SIZE, VAL_SIZE = 50_000, 10_000
 IMAGE_PIXELS, CLASSES = 28 * 28, 10
 
 # One spelling everywhere: pages, URLs, command line and config.json; upper and lower case are alike.

@@ -125,8 +125,7 @@ def to_mnist(image: Image.Image) -> Tensor:
         in the middle of 28 × 28).
     """
     ink = _ink(np.asarray(image, np.float32) / np.float32(255))
-    top, bottom, left, right = _extent(ink)
-    if ink.shape == (FIELD, FIELD) and _is_prepared(ink, max(bottom - top, right - left)):
+    if ink.shape == (FIELD, FIELD) and _is_prepared(ink):
         return torch.from_numpy(ink)[None]
     ink[ink < FAINT] = 0
     top, bottom, left, right = _extent(ink)
@@ -194,9 +193,11 @@ def _centre(ink: Pixels) -> tuple[float, float]:
     return float(rows @ np.arange(len(rows))) / total, float(columns @ np.arange(len(columns))) / total
 
 
-def _is_prepared(ink: Pixels, side: int) -> bool:
+def _is_prepared(ink: Pixels) -> bool:
     # So it is for each of MNIST's 70,000: the centre of mass within half a pixel of pixel 14, the box
     # 20 long, or 19 where the outermost pixels were rounded away.
+    top, bottom, left, right = _extent(ink)
+    side = max(bottom - top, right - left)
     return BOX - 1 <= side <= BOX and all(abs(at - FIELD // 2) <= 0.5 for at in _centre(ink))
 
 

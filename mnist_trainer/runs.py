@@ -196,7 +196,7 @@ class RunManager:
                 return latest
             raise RunNotFoundError("There is no run yet. Train one first: `python -m mnist_trainer train`.")
         with self._lock:
-            run = self._runs.get(run_id) or Run.read(RunFolder.find(self.home, run_id))
+            run = self._find(run_id)
             self._keep(run)
         run.refresh()
         return run
@@ -210,8 +210,7 @@ class RunManager:
         """All runs that can be read, newest first. What is wrong with the others goes to the log."""
         for run_id in RunFolder.all_ids(self.home):
             try:
-                # Not kept in memory for being listed: a run that somebody looks at is not pushed out.
-                run = self._runs.get(run_id) or Run.read(RunFolder.find(self.home, run_id))
+                run = self._find(run_id)
                 run.refresh()
             except MnistTrainerError as error:
                 log.warning("%s", error)
@@ -223,8 +222,7 @@ class RunManager:
         problems = []
         for run_id in RunFolder.all_ids(self.home):
             try:
-                if run_id not in self._runs:
-                    Run.read(RunFolder.find(self.home, run_id))
+                self._find(run_id)
             except MnistTrainerError as error:
                 problems.append(str(error))
         return problems
@@ -236,6 +234,10 @@ class RunManager:
             run.skip_test.set()
         if self._thread:
             self._thread.join(timeout_seconds)
+
+    def _find(self, run_id: str) -> Run:
+        """From memory, else from its folder: a run that is only listed pushes none out that somebody looks at."""
+        return self._runs.get(run_id) or Run.read(RunFolder.find(self.home, run_id))
 
     def _keep(self, run: Run) -> None:
         """Keep `run` in memory, with what was read of it, in place of the one longest not asked for."""

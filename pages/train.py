@@ -38,17 +38,19 @@ def main(runs: RunManager) -> None:
     st.header("Train")
     check_address()
     controls()
-    run = chosen_run(runs)
-    buttons(runs, run)
+    newest = runs.latest()
+    newest_id = newest.id if newest else None
+    run = chosen_run(runs, newest)
+    buttons(runs, run, newest)
     if problem := st.session_state.get(ADVICE):
         st.error(plain(problem), icon=":material/error:")
     if run is None:
         st.info("No run yet. Keep these settings, or change them, and press **Start training**.")
-        st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, newest_id(runs))
+        st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, newest_id)
         return
     st.fragment(live_panel, run_every=REFRESH_SECONDS if run.is_live else None)(run, run.state)
     chart_options()
-    st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, newest_id(runs))
+    st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, newest_id)
 
 
 def check_address() -> None:
@@ -128,7 +130,7 @@ def number_input(place: Any, label: str, key: str, step: float, explained: str) 
     place.number_input(label, value=default, step=float(step), format="%g", key=key, help=explained, **KEPT)
 
 
-def chosen_run(runs: RunManager) -> Run | None:
+def chosen_run(runs: RunManager, newest: Run | None) -> Run | None:
     """The run in the URL, or the newest: a reload or a second tab finds it again."""
     run_id = st.query_params.get("run")
     if run_id:
@@ -137,10 +139,10 @@ def chosen_run(runs: RunManager) -> Run | None:
         except MnistTrainerError as error:
             st.warning(plain(f"{error} The newest run is shown instead."))
             del st.query_params["run"]
-    return runs.latest()
+    return newest
 
 
-def buttons(runs: RunManager, run: Run | None) -> None:
+def buttons(runs: RunManager, run: Run | None, newest: Run | None) -> None:
     training = runs.training
     with st.container(horizontal=True, vertical_alignment="center"):
         st.button(
@@ -154,7 +156,6 @@ def buttons(runs: RunManager, run: Run | None) -> None:
         )
         st.button("Stop", icon=":material/stop:", disabled=training is None, on_click=stop, args=(runs,))
         more_settings()
-        newest = runs.latest()
         if newest and run and newest.is_live and newest.id != run.id:
             st.button("Show the run that is training", on_click=show, args=(newest.id,))
         has_ended = run and not run.is_live and run.has_weights
@@ -304,13 +305,9 @@ def chart_options() -> None:
 
 def lookout(runs: RunManager, known: str | None) -> None:
     """Follow a run that starts in another tab or program: a class has its pages open before the teacher begins."""
-    if newest_id(runs) != known:
-        st.rerun()
-
-
-def newest_id(runs: RunManager) -> str | None:
     newest = runs.latest()
-    return newest.id if newest else None
+    if (newest.id if newest else None) != known:
+        st.rerun()
 
 
 def described(what: str, value: float | None) -> str:
