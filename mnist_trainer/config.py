@@ -1,13 +1,14 @@
 """The settings of a run, checked in one place for the page, the URL, the command line and Python."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from .errors import ConfigError
 
 HOME_VARIABLE = "MNIST_TRAINER_HOME"  # names the folder with runs and data
+AT_ONCE_VARIABLE = "MNIST_TRAINER_RUNS_AT_ONCE"  # how many runs train at a time
 
 TRAIN_SIZE, VAL_SIZE = 50_000, 10_000
 IMAGE_PIXELS, CLASSES = 28 * 28, 10
@@ -129,20 +130,25 @@ class TrainConfig:
     def memory_bytes(self) -> int:
         """Estimate of what training takes: parameters in float32, and activations.
 
-        Counted: weights, gradients, the optimizer's moments, two copies for whoever watches, one
-        being written to disk; for the largest batch its images, as bytes and as numbers, hidden units
-        before and after the ReLU, and their gradients.
+        Counted: weights, gradients, the optimizer's moments, two copies for whoever watches, weights and
+        moments again while they are written to disk; for the largest batch its images, as bytes and as
+        numbers, hidden units before and after the ReLU, and their gradients.
         """
         moments = {"SGD": 0, "SGD-momentum": 1}.get(self.optimizer, 2)
         images = max(self.batch_size, min(2 * self.batch_size, VAL_SIZE))
         activations = images * (5 * IMAGE_PIXELS + 12 * self.hidden_size)
-        return 4 * parameter_count(self.hidden_size) * (5 + moments) + activations
+        return 4 * parameter_count(self.hidden_size) * (5 + 2 * moments) + activations
 
     def _hidden_size_hint(self) -> str:
         if isinstance(self.hidden_size, int) and MAX_HIDDEN_SIZE < self.hidden_size < 10**15:
             size = 4 * parameter_count(self.hidden_size)
             return f"Its weights alone would take {readable_bytes(size)}. Try 32 to 1,024."
         return "Try 32 to 1,024."
+
+
+def differing(configs: Sequence[TrainConfig]) -> list[str]:
+    """Names of the settings that are not the same in all of these."""
+    return [field.name for field in fields(TrainConfig) if len({getattr(config, field.name) for config in configs}) > 1]
 
 
 def parse(name: str, text: str) -> int | float | str:

@@ -57,6 +57,50 @@ class Mnist:
     test_labels: Tensor
 
 
+class ShuffledOrder:
+    """The order in which training goes through the images: a new one for each epoch, by seed.
+
+    Drawn on the CPU, whatever the device: one seed gives one order. torch's own RandomSampler draws a
+    second permutation to drop it.
+
+    Args:
+        count: images.
+        seed: of all its orders.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count = count
+        self.generator = torch.Generator().manual_seed(seed)
+        # uint8; from it the order of the epoch in progress was, or will be, drawn.
+        self.state = self.generator.get_state()
+        self.skipped = 0
+
+    def resume(self, state: Tensor, skipped: int) -> None:
+        """Go on where a run was left: the next order is the one drawn from `state`, without its first `skipped`."""
+        self.generator.set_state(state)
+        self.state, self.skipped = state, skipped
+
+    def draw(self) -> Tensor:
+        """The next epoch's order: int64 indices, shape (count,), on the CPU."""
+        self.state = self.generator.get_state()
+        order = torch.randperm(self.count, generator=self.generator)[self.skipped :]
+        self.skipped = 0
+        return order
+
+    def end_epoch(self) -> None:
+        """The epoch is over: what comes next is a new order."""
+        self.state = self.generator.get_state()
+
+    def __iter__(self) -> Iterator[int]:
+        """As `DataLoader` asks its sampler."""
+        numbers: list[int] = self.draw().tolist()
+        return iter(numbers)
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return self.count
+
+
 class DeviceBatches:
     """Batches cut where the images lie: no per-image Python, and nothing copied to the device per step.
 
@@ -64,21 +108,19 @@ class DeviceBatches:
         images: uint8, shape (n, 1, 28, 28), on the device.
         labels: int64, shape (n,), on the same device.
         batch_size: images per batch; the last may be smaller.
-        generator: draws a new order each time it is gone through; without one the order stays.
+        order: drawn from each time it is gone through; without one the order stays.
     """
 
-    def __init__(
-        self, images: Tensor, labels: Tensor, batch_size: int, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, images: Tensor, labels: Tensor, batch_size: int, order: ShuffledOrder | None = None) -> None:
         self.images = images
         self.labels = labels
         self.batch_size = batch_size
-        self.generator = generator
+        self.order = order
 
     def __iter__(self) -> Iterator[Batch]:
-        count = len(self.labels)
-        # Drawn on the CPU on every device: one seed gives one order, the DataLoader's.
-        order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
+        order = self.order.draw() if self.order else torch.arange(len(self.labels))
+        if not len(order):  # resumed after an epoch's last step; `split` would give an empty batch
+            return
         for index in order.to(self.labels.device).split(self.batch_size):
             # As torchvision's ToTensor: float32 in [0, 1].
             yield self.images.index_select(0, index).float().div_(255), self.labels.index_select(0, index)
@@ -104,19 +146,21 @@ def split_indices(seed: int) -> tuple[Tensor, Tensor]:
     return order[:TRAIN_SIZE], order[TRAIN_SIZE:]
 
 
-def train_and_val_loaders(mnist: Mnist, config: TrainConfig, device: torch.device | str) -> tuple[Batches, Batches]:
+def train_and_val_loaders(
+    mnist: Mnist, config: TrainConfig, device: torch.device | str, order: ShuffledOrder | None = None
+) -> tuple[Batches, Batches]:
     """The training and validation batches of a run, on `device`.
 
-    Both pipelines give the same batches in the same order. Training order is drawn anew each epoch;
-    validation batches are twice as large, as in the article.
+    Both pipelines give the same batches in the same order. Training order is drawn anew each epoch, from
+    `order`, or as the settings' seed has it; validation batches are twice as large, as in the article.
     """
     train, val = split_indices(config.seed)
-    generator = torch.Generator().manual_seed(config.seed)
+    order = order or ShuffledOrder(TRAIN_SIZE, config.seed)
     if config.pipeline == "DataLoader":
-        return _article_loaders(mnist.root, config, device, train, val, generator)
+        return _article_loaders(mnist.root, config, device, train, val, order)
     images, labels = mnist.train_images, mnist.train_labels
     return (
-        DeviceBatches(images[train].to(device), labels[train].to(device), config.batch_size, generator),
+        DeviceBatches(images[train].to(device), labels[train].to(device), config.batch_size, order),
         DeviceBatches(images[val].to(device), labels[val].to(device), 2 * config.batch_size),
     )
 
@@ -196,7 +240,7 @@ def _article_loaders(
     device: torch.device | str,
     train: Tensor,
     val: Tensor,
-    generator: torch.Generator,
+    order: ShuffledOrder,
 ) -> tuple[Batches, Batches]:
     """The article's way: images one by one through `ToTensor`, batches copied to the device.
 
@@ -211,26 +255,10 @@ def _article_loaders(
     training, validation = Subset(dataset, train.tolist()), Subset(dataset, val.tolist())
     # A generator of their own: they draw a seed for workers, else from the process's random state.
     options: dict[str, Any] = {"pin_memory": torch.device(device).type == "cuda", "generator": torch.Generator()}
-    order = _ShuffledIndices(len(training), generator)
     return (
         DeviceDataLoader(DataLoader(training, config.batch_size, sampler=order, **options), device),
         DeviceDataLoader(DataLoader(validation, 2 * config.batch_size, **options), device),
     )
-
-
-class _ShuffledIndices:
-    """A new order for each epoch, drawn as `DeviceBatches` draws it; torch's RandomSampler draws a second to drop."""
-
-    def __init__(self, count: int, generator: torch.Generator) -> None:
-        self.count = count
-        self.generator = generator
-
-    def __iter__(self) -> Iterator[int]:
-        order: list[int] = torch.randperm(self.count, generator=self.generator).tolist()
-        return iter(order)
-
-    def __len__(self) -> int:
-        return self.count
 
 
 def _damaged(raw: Path) -> list[str]:

@@ -26,11 +26,15 @@ class RunNotFoundError(MnistTrainerError, LookupError):
 
 
 class RunBusyError(MnistTrainerError):
-    """A run is training already."""
+    """A run is in other hands, or too many wait already."""
 
 
 class RunFolderError(MnistTrainerError):
     """A run's folder, or a file in it, cannot be read or written."""
+
+
+class ArchiveError(RunFolderError):
+    """A zip cannot be imported as a run."""
 
 
 class ImageError(MnistTrainerError):

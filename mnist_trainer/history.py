@@ -1,6 +1,7 @@
 """What a run measured while it trained: one row a step, one row an epoch, only ever appended to."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,14 @@ class EpochEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class RateChange:
+    """The learning rate was moved while the run trained."""
+
+    step: int  # steps done by then: the next one is the first with it
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A history at one moment, safe to read while the run goes on.
 
@@ -33,12 +42,14 @@ class Snapshot:
         accuracies: of each step, shape (steps,): fraction of its batch that was right.
         seconds: when each step ended, shape (steps,), since the first began.
         epochs: one row per finished epoch.
+        rates: every change of the learning rate, oldest first.
     """
 
     losses: Floats
     accuracies: Floats
     seconds: Floats
     epochs: tuple[EpochEnd, ...]
+    rates: tuple[RateChange, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -53,7 +64,7 @@ class Snapshot:
     @property
     def best_val_accuracy(self) -> float | None:
         """The highest validation accuracy of any epoch, fraction in [0, 1]."""
-        return max((epoch.val_accuracy for epoch in self.epochs), default=None)
+        return best_val_accuracy(self.epochs)
 
     def recent(self, values: Floats) -> float | None:
         """Mean of the last `RECENT_STEPS` of `losses` or `accuracies`; None before the first step."""
@@ -69,6 +80,11 @@ class Snapshot:
         return (self.steps - 1 - first) / elapsed if elapsed > 0 else None
 
 
+def best_val_accuracy(epochs: Iterable[EpochEnd]) -> float | None:
+    """The highest validation accuracy of these epochs, fraction in [0, 1]; None if there are none."""
+    return max((epoch.val_accuracy for epoch in epochs), default=None)
+
+
 class History:
     """An append-only history with one writing thread and any number of readers.
 
@@ -78,7 +94,8 @@ class History:
 
     def __init__(self) -> None:
         self._rows = np.empty((3, 1024), np.float32)
-        self._snapshot = self._show(0, ())
+        empty = self._rows[0, :0]
+        self._snapshot = Snapshot(empty, empty, empty, epochs=())
 
     def snapshot(self) -> Snapshot:
         """Everything recorded so far; costs the same however long the run is."""
@@ -94,12 +111,13 @@ class History:
             grown[:, :start] = self._rows[:, :start]
             self._rows = grown
         self._rows[:, start:stop] = losses, accuracies, seconds
-        self._snapshot = self._show(stop, self._snapshot.epochs)
+        columns = dict(zip(("losses", "accuracies", "seconds"), self._rows[:, :stop], strict=True))
+        self._snapshot = dataclasses.replace(self._snapshot, **columns)
 
     def add_epoch(self, epoch: EpochEnd) -> None:
         """Append a finished epoch; called on the writing thread."""
-        self._snapshot = self._show(self._snapshot.steps, (*self._snapshot.epochs, epoch))
+        self._snapshot = dataclasses.replace(self._snapshot, epochs=(*self._snapshot.epochs, epoch))
 
-    def _show(self, steps: int, epochs: tuple[EpochEnd, ...]) -> Snapshot:
-        losses, accuracies, seconds = self._rows[:, :steps]
-        return Snapshot(losses, accuracies, seconds, epochs)
+    def set_rates(self, rates: Iterable[RateChange]) -> None:
+        """Tell of every change of the learning rate so far; called on the writing thread."""
+        self._snapshot = dataclasses.replace(self._snapshot, rates=tuple(rates))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .errors import RunFolderError
 from .model import MnistModel
-from .store import Checkpoint
+from .state import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,144 +1,41 @@
-"""Runs: started here and trained on a background thread, or found in their folders."""
+"""All runs: started, queued, found again, resumed, continued, deleted."""
 
 import atexit
+import contextlib
 import dataclasses
 import logging
+import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
-from .config import TRAIN_SIZE, TrainConfig
+from .archive import import_run
+from .config import AT_ONCE_VARIABLE, TrainConfig, check_epochs, check_learning_rate
+from .control import Control
 from .devices import check_fits, find_device
-from .errors import MnistTrainerError, RunBusyError, RunNotFoundError
-from .history import History, Snapshot
-from .store import Checkpoint, RunFolder, RunState, home_folder
+from .errors import (
+    ConfigError,
+    DeviceUnavailableError,
+    MnistTrainerError,
+    RunBusyError,
+    RunFolderError,
+    RunNotFoundError,
+)
+from .history import RateChange
+from .run import Run
+from .state import Change, Checkpoint, Origin, RunState
+from .store import RunFolder, home_folder, rates_file
 from .trainer import train_run
+from .trash import Trash
 
 log = logging.getLogger(__name__)
 
-KEPT_IN_MEMORY = 16  # ended runs; older ones are read from their folders again
-
-
-class Run:
-    """One run: its settings, its state and what it measured.
-
-    Made by a `RunManager`. A run that this process trains is kept up to date by the training thread;
-    any other is brought up to date from its folder by `refresh`. All values handed out are frozen.
-    """
-
-    def __init__(self, folder: RunFolder, config: TrainConfig, state: RunState, *, is_trained_here: bool) -> None:
-        self.folder = folder
-        self.id = folder.id
-        self.config = config
-        self.state = state
-        self.is_trained_here = is_trained_here
-        self.history = History()
-        self.stop = threading.Event()  # ends training before the next step
-        self.skip_test = threading.Event()  # ends, or forgoes, the measurement on the test set
-        self.is_testing = False  # training is over, and the test set is being measured
-        self.ended = threading.Event()  # set once nothing about the run will change any more
-        self._published: Checkpoint | None = None  # by the training thread, while it trains here
-        self._folder_lock = threading.Lock()
-        self._has_history = is_trained_here
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> "Run":
-        """A run from its folder. Its history is read when first asked for: a list of runs needs none.
-
-        Raises:
-            RunFolderError: the folder is damaged.
-        """
-        return cls(folder, folder.read_config(), folder.read_state(), is_trained_here=False)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it trains now, here or in another process."""
-        return self.state.is_live
-
-    @property
-    def seconds(self) -> float:
-        """Training time so far, or in all."""
-        measured = self.snapshot().seconds
-        return self.state.seconds if self.state.seconds is not None else float(measured[-1]) if len(measured) else 0.0
-
-    @property
-    def images_per_second(self) -> float | None:
-        """Training images: of late while it trains, over the whole run once it has ended."""
-        history = self.snapshot()
-        if self.is_live:
-            speed = history.steps_per_second()
-            return speed and speed * self.config.batch_size
-        # The last batch of an epoch is smaller than the others.
-        epochs, rest = divmod(history.steps, self.config.steps_per_epoch)
-        images = epochs * TRAIN_SIZE + rest * self.config.batch_size
-        return images / self.seconds if self.seconds else None
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimate from its speed so far, validation included; None before the first steps."""
-        history = self.snapshot()
-        if not history.steps:
-            return None
-        return float(history.seconds[-1]) * (self.config.total_steps / history.steps - 1)
-
-    def request_stop(self) -> None:
-        """End training before the next step; asked again, or once training is over, end the test too."""
-        if self.stop.is_set() or self.is_testing:
-            self.skip_test.set()
-        self.stop.set()
-
-    def set_state(self, state: RunState) -> None:
-        """Write down, and then show, how the run stands; called on the training thread."""
-        try:
-            self.folder.write_state(state)
-        except OSError as error:
-            log.exception("The state of run %s could not be written.", self.id)
-            unsaved = f"It could not be written to {self.folder.path} ({error.strerror})."
-            state = dataclasses.replace(state, message=f"{state.message} {unsaved}".strip())
-        self.state = state
-
-    def snapshot(self) -> Snapshot:
-        """What it measured so far.
-
-        Raises:
-            RunFolderError: the history is damaged.
-        """
-        with self._folder_lock:
-            if not self._has_history:
-                self.folder.read_history(self.history)
-                self._has_history = True
-        return self.history.snapshot()
-
-    def refresh(self) -> None:
-        """Bring a run that another process trains up to date; for others there is nothing to do.
-
-        Raises:
-            RunFolderError: the folder is damaged.
-        """
-        if self.is_live and not self.is_trained_here:
-            with self._folder_lock:
-                self.state = self.folder.read_state()
-                self._has_history = False  # read after the state: an ended run's history is whole
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether `checkpoint` has something to give."""
-        return self._published is not None or self.folder.has_checkpoint
-
-    def checkpoint(self) -> Checkpoint | None:
-        """Its newest weights, while it trains here a fraction of a second old; None if there are none yet.
-
-        A large network's are older: copying them may take no more than one part in fifty of the time.
-
-        Raises:
-            RunFolderError: the file is damaged.
-        """
-        return self._published or self.folder.load_checkpoint()
-
-    def publish(self, checkpoint: Checkpoint | None) -> None:
-        """Let others see the newest weights, or the folder's again; called on the training thread."""
-        self._published = checkpoint
+KEPT_IN_MEMORY = 16  # histories of ended runs; those of others are read from their folders again
+RELIST_SECONDS = 1.0  # thirty pages that look for a new run look at the disk once
+MAX_WAITING = 50
 
 
 class RunManager:
@@ -146,43 +43,167 @@ class RunManager:
 
     Args:
         home: the folder with `runs` and `data`; by default `home_folder()`.
+        at_once: how many runs train at a time, the others wait; by default what the environment variable
+            `MNIST_TRAINER_RUNS_AT_ONCE` says, or 1.
+
+    Raises:
+        ConfigError: the environment variable is not a number from 1 to 16.
     """
 
-    def __init__(self, home: Path | None = None) -> None:
+    def __init__(self, home: Path | None = None, at_once: int | None = None) -> None:
         self.home = home or home_folder()
-        self._runs: OrderedDict[str, Run] = OrderedDict()
-        self._thread: threading.Thread | None = None
+        self.at_once = at_once or _at_once()
+        self._runs: dict[str, Run] = {}
+        self._looked_at: OrderedDict[str, Run] = OrderedDict()  # whose history is in memory
+        self._waiting: list[Run] = []
+        self._threads: dict[Run, threading.Thread] = {}
+        self._listed: list[Run] = []
+        self._damaged: dict[str, str] = {}
+        self._listed_at = -RELIST_SECONDS
+        self._is_shut = False
         self._lock = threading.RLock()
+        self._trash = Trash(self.home)
         # Without this join a training thread would abort the interpreter as it shuts down.
         atexit.register(self.shutdown)
 
     def start(self, config: TrainConfig) -> Run:
-        """Start training in the background.
+        """Train in the background, now or when its turn comes.
 
         Raises:
             DeviceUnavailableError: the device cannot be used.
             ConfigError: the network would not fit into the device's memory.
-            RunBusyError: a run is training here already.
+            RunBusyError: too many runs are waiting already.
             RunFolderError: the run's folder cannot be written.
         """
-        device = find_device(config.device)
-        check_fits(config, device.name)
-        config = dataclasses.replace(config, device=device.name)
+        config, label = _placed(config, config.device)
+        self._check_queue()
+        state = RunState(device_label=label).turned("queued", 0)
+        return self._enqueue(RunFolder.create(self.home, config, state))
+
+    def resume(self, run_id: str, device: str = "") -> Run:
+        """Let a run that ended too soon go on from its last checkpoint, as if it had never stopped.
+
+        Args:
+            run_id: of a stopped, interrupted or failed run.
+            device: another device; by default its own, or, where that is not here, the fastest.
+
+        Raises:
+            RunNotFoundError, RunFolderError: there is no such run, or it cannot be read or written.
+            RunBusyError: it is live, or too many runs are waiting already.
+            ConfigError: it has nothing left to do.
+            DeviceUnavailableError: the device cannot be used.
+        """
+        run = self.get(run_id)
+        if problem := self.problem_with_resuming(run):
+            raise RunBusyError(problem) if run.is_live else ConfigError(problem)
+        self._check_queue()
+        config, label = _placed(run.config, device)
+        folder = RunFolder(run.folder.path)
+        folder.hold()
+        try:
+            if not run.is_up_to_date:  # it went on, and ended, between our look at it and our lock
+                raise RunBusyError(f"Run {run.name} was changed by another program just now. Look at it again.")  # noqa: TRY301
+            checkpoint = folder.load_checkpoint(with_training=True) or Checkpoint({}, 0, 0, None)
+            if checkpoint.step and not checkpoint.training:
+                raise ConfigError(f"Run {run.name} cannot go on exactly as it was. Continue it instead.")  # noqa: TRY301
+            files = folder.history_until(checkpoint)
+            folder.read_rates()
+            # What it had come to stays, until it trains again.
+            state = dataclasses.replace(run.state, device_label=label, steps=checkpoint.step, changes=_changes(run))
+            before = folder.read_bytes("state.json")
+            try:
+                # First of all: a kill right after it leaves an interrupted run, whole.
+                folder.write_state(state.turned("queued", checkpoint.step))
+                folder.write_config(config, run.origin)
+                folder.roll_back(files)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    folder.roll_back({"state.json": before})
+                raise RunFolderError(
+                    f"Run {run.name} cannot go on: {folder.path} cannot be written ({error.strerror or error}). "
+                    "Make room or make it writable, and try again."
+                ) from error
+        except BaseException:
+            folder.lock.release()
+            raise
+        return self._enqueue(folder)
+
+    def continue_run(self, run_id: str, epochs: int, learning_rate: float | None = None, device: str = "") -> Run:
+        """Train a network further, as a new run that begins with its history; the old one stays as it is.
+
+        Args:
+            run_id: of a run that is over.
+            epochs: how many more.
+            learning_rate: another one from here on; by default its last one.
+            device: as in `resume`.
+
+        Raises:
+            As `start` and `resume` do.
+        """
+        run = self.get(run_id)
+        if run.is_live:
+            raise RunBusyError(f"Run {run.name} is {run.state.status}. Stop it first, or wait until it ends.")
+        checkpoint = run.folder.load_checkpoint(with_training=True)
+        if checkpoint is None:
+            raise RunFolderError(f"Run {run.name} has no weights to continue from. Start a new run instead.")
+        self._check_queue()
+        config = dataclasses.replace(run.config, epochs=checkpoint.epoch + check_epochs(epochs))
+        config, label = _placed(config, device)
+        files = run.folder.history_until(checkpoint)
+        files["checkpoint.pt"] = run.folder.read_bytes("checkpoint.pt")
+        rates = [rate for rate in run.folder.read_rates() if rate.step <= checkpoint.step]
+        if learning_rate is not None:
+            change = RateChange(checkpoint.step, check_learning_rate(learning_rate))
+            rates = [rate for rate in rates if rate.step < checkpoint.step] + [change]
+        if rates:
+            files["learning_rates.csv"] = rates_file(rates)
+        state = RunState(device_label=label, threads=run.state.threads).turned("queued", checkpoint.step)
+        origin = Origin(parent=run.id, parent_step=checkpoint.step)
+        return self._enqueue(RunFolder.create(self.home, config, state, origin, files))
+
+    def problem_with_resuming(self, run: Run) -> str:
+        """Why this run cannot be resumed, as a sentence; empty if it can, as far as can be told without its files."""
+        status = run.state.status
+        if run.is_live:
+            return f"Run {run.name} is {status} already."
+        if status == "finished":
+            return f"Run {run.name} is finished. Continue it for more epochs instead."
+        if status == "diverged":
+            return f"Run {run.name} diverged, and would again. Continue it with a smaller learning rate instead."
+        return ""
+
+    def import_run(self, source: BinaryIO, name: str) -> Run:
+        """Put a run that was exported among the others; see `archive.import_run`."""
+        run_id = import_run(self.home, source, name)
+        self._forget_list()
+        return self.get(run_id)
+
+    def stop(self, run: Run) -> None:
+        """End a run's training before its next step; one that waits is withdrawn, and keeps its folder."""
         with self._lock:
-            if busy := self.training:
-                raise RunBusyError(f"Run {busy.id} is still training. Stop it first, or wait until it ends.")
-            state = RunState(device_label=device.label)
-            run = Run(RunFolder.create(self.home, config, state), config, state, is_trained_here=True)
-            self._thread = threading.Thread(target=train_run, args=(run, self.home), name=f"run {run.id}", daemon=True)
-            self._keep(run)
-            self._thread.start()
-        return run
+            if run not in self._waiting:
+                run.request_stop()
+                return
+            self._waiting.remove(run)
+            message = "It was withdrawn before its turn came."
+            run.set_state(run.state.turned("stopped", run.snapshot().steps, message))
+            run.end()
+
+    @property
+    def waiting(self) -> tuple[Run, ...]:
+        """The runs that wait here for their turn, the next one first."""
+        with self._lock:
+            return tuple(self._waiting)
 
     @property
     def training(self) -> Run | None:
-        """The run that this process trains now."""
+        """A run that this process trains now; of several the oldest."""
         with self._lock:
-            return next((run for run in self._runs.values() if run.is_trained_here and not run.ended.is_set()), None)
+            return next((run for run in self._threads if not run.ended.is_set()), None)
+
+    def current(self) -> Run | None:
+        """The run that a class looks at: one that trains here, or elsewhere, or else the newest."""
+        return self.training or next((run for run in self.all() if run.is_live), None) or self.latest()
 
     def get(self, run_id: str) -> Run:
         """The run with this id, up to date; "latest" is the newest.
@@ -197,51 +218,187 @@ class RunManager:
             raise RunNotFoundError("There is no run yet. Train one first: `python -m mnist_trainer train`.")
         with self._lock:
             run = self._find(run_id)
-            self._keep(run)
-        run.refresh()
+            self._looked_at[run_id] = run
+            self._looked_at.move_to_end(run_id)
+            while len(self._looked_at) > KEPT_IN_MEMORY:
+                self._looked_at.popitem(last=False)[1].forget_history()
         return run
 
     def latest(self) -> Run | None:
         """The newest run that can be read."""
-        newest = next(self.all(), None)
+        newest = next(iter(self.all()), None)
         return newest and self.get(newest.id)
 
-    def all(self) -> Iterator[Run]:
-        """All runs that can be read, newest first. What is wrong with the others goes to the log."""
-        for run_id in RunFolder.all_ids(self.home):
-            try:
-                run = self._find(run_id)
-                run.refresh()
-            except MnistTrainerError as error:
-                log.warning("%s", error)
-            else:
-                yield run
+    def all(self) -> list[Run]:
+        """All runs that can be read, newest first, at most `RELIST_SECONDS` old."""
+        with self._lock:
+            self._list()
+            return list(self._listed)
 
-    def unreadable(self) -> list[str]:
-        """What is wrong with each run that cannot be read, as sentences."""
-        problems = []
-        for run_id in RunFolder.all_ids(self.home):
-            try:
-                self._find(run_id)
-            except MnistTrainerError as error:
-                problems.append(str(error))
-        return problems
+    def damaged(self) -> dict[str, str]:
+        """What is wrong with each run that cannot be read, by its id, as sentences."""
+        with self._lock:
+            self._list()
+            return dict(self._damaged)
+
+    def _forget_list(self) -> None:
+        """Have the next look at the runs be one at the disk."""
+        self._listed_at = -RELIST_SECONDS
+
+    def delete(self, run_id: str) -> None:
+        """Take a run away; until this process ends it can be put back.
+
+        Raises:
+            RunNotFoundError: there is none.
+            RunBusyError: it waits or trains, here or elsewhere.
+            RunFolderError: it cannot be moved.
+        """
+        folder = RunFolder.find(self.home, run_id)
+        if (run := self._runs.get(run_id)) and run.is_trained_here:
+            raise RunBusyError(f"Run {run.name} is {run.state.status}. Stop it first, and delete it then.")
+        folder.hold()
+        try:
+            if os.name == "nt":  # an open file keeps its folder from being moved there
+                folder.lock.release()
+            self._trash.put(folder.path)
+        finally:
+            folder.lock.release()
+        with self._lock:
+            self._runs.pop(run_id, None)
+            self._looked_at.pop(run_id, None)
+        self._forget_list()
+
+    def undelete(self, run_id: str) -> None:
+        """Put a deleted run back.
+
+        Raises:
+            RunFolderError: it cannot be moved.
+        """
+        with self._lock:
+            self._trash.put_back(run_id, self.home / "runs")
+        self._forget_list()
+
+    @property
+    def deleted(self) -> list[str]:
+        """Ids of the runs that can be put back, the newest deleted last."""
+        return self._trash.ids
 
     def shutdown(self, timeout_seconds: float = 4.0) -> None:
-        """Stop what is training and wait for it, so that the process may end and the run is kept."""
-        if run := self.training:
-            run.stop.set()
-            run.skip_test.set()
-        if self._thread:
-            self._thread.join(timeout_seconds)
+        """Stop what is training and wait for it, so that the process may end and every run is kept."""
+        with self._lock:
+            self._is_shut = True
+            for run in self._waiting:  # on the disk it stays queued: the next program calls it interrupted
+                run.end()
+            self._waiting.clear()
+            threads = dict(self._threads)
+        for run in threads:
+            if run.control:
+                run.control.request_stop(skip_test=True)
+        deadline = time.monotonic() + timeout_seconds
+        for thread in threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._trash.empty()
+        atexit.unregister(self.shutdown)
 
     def _find(self, run_id: str) -> Run:
-        """From memory, else from its folder: a run that is only listed pushes none out that somebody looks at."""
-        return self._runs.get(run_id) or Run.read(RunFolder.find(self.home, run_id))
+        """From memory, brought up to date, or else from its folder."""
+        run = self._runs.get(run_id)
+        if run is None or not run.is_trained_here:
+            try:
+                folder = RunFolder.find(self.home, run_id)
+            except RunNotFoundError:  # another program has deleted it
+                self._runs.pop(run_id, None)
+                raise
+            run = self._runs[run_id] = run or Run(folder)
+            run.refresh()
+        return run
 
-    def _keep(self, run: Run) -> None:
-        """Keep `run` in memory, with what was read of it, in place of the one longest not asked for."""
-        self._runs[run.id] = run
-        self._runs.move_to_end(run.id)
-        for old_id in [key for key, old in self._runs.items() if not old.is_live][:-KEPT_IN_MEMORY]:
-            del self._runs[old_id]
+    def _list(self) -> None:
+        if time.monotonic() - self._listed_at < RELIST_SECONDS:
+            return
+        known, self._listed, self._damaged = self._damaged, [], {}
+        for run_id in RunFolder.all_ids(self.home):
+            problem: Exception | None = None
+            try:
+                self._listed.append(self._find(run_id))
+            except MnistTrainerError as error:
+                problem = error
+                self._damaged[run_id] = str(error)
+            except Exception as error:  # whatever one folder holds, the others are listed
+                problem = error
+                self._damaged[run_id] = (
+                    f"Run {run_id} is damaged in a way that nobody thought of. See the server's log."
+                )
+            if problem and known.get(run_id) != self._damaged[run_id]:  # once, not every second
+                is_told = isinstance(problem, MnistTrainerError)
+                log.warning("%s", self._damaged[run_id], exc_info=None if is_told else problem)
+        self._runs = {run.id: run for run in (*self._listed, *self._threads, *self._waiting)}
+        for run in self._runs.values():
+            if run.id not in self._looked_at:  # as one that ended since anybody looked
+                run.forget_history()
+        self._listed_at = time.monotonic()
+
+    def _check_queue(self) -> None:
+        """Refuse one more, before anything is made for it."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise RunBusyError(f"{MAX_WAITING} runs are waiting already. Try again when some of them are done.")
+
+    def _enqueue(self, folder: RunFolder) -> Run:
+        run = Run(folder, Control())
+        with self._lock:
+            self._runs[run.id] = run
+            self._waiting.append(run)
+        self._forget_list()
+        self._start_next()
+        return run
+
+    def _start_next(self) -> None:
+        with self._lock:
+            training = [run for run in self._threads if not run.ended.is_set()]
+            while self._waiting and len(training) < self.at_once and not self._is_shut:
+                run = self._waiting.pop(0)
+                thread = threading.Thread(target=self._train, args=(run,), name=f"run {run.id}", daemon=True)
+                try:
+                    thread.start()  # it waits for our lock before it ends
+                except RuntimeError as error:  # the system has no more threads
+                    run.set_state(run.state.turned("failed", 0, f"The run could not begin: {error}. Resume it later."))
+                    run.end()
+                    continue
+                self._threads[run] = thread
+                training.append(run)
+
+    def _train(self, run: Run) -> None:
+        """The target of a training thread."""
+        try:
+            train_run(run, self.home)
+        finally:
+            with self._lock:
+                del self._threads[run]
+            self._start_next()
+
+
+def _placed(config: TrainConfig, device: str = "") -> tuple[TrainConfig, str]:
+    """The settings with the device by its full name, and what a person calls it."""
+    if not device:
+        # A run of another machine goes on here, if not on what that one had.
+        with contextlib.suppress(DeviceUnavailableError):
+            device = find_device(config.device).name
+    found = find_device(device or "auto")
+    check_fits(config, found.name)
+    return dataclasses.replace(config, device=found.name), found.label
+
+
+def _changes(run: Run) -> tuple[Change, ...]:
+    """The run's changes, with the end of its program among them, which nobody was there to write down."""
+    if run.state.status != "interrupted":
+        return run.state.changes
+    steps = run.folder.path / "steps.csv"
+    died_at = datetime.fromtimestamp(steps.stat().st_mtime, UTC).isoformat(timespec="milliseconds")
+    return (*run.state.changes, Change("interrupted", died_at, run.snapshot().steps))
+
+
+def _at_once() -> int:
+    text = os.environ.get(AT_ONCE_VARIABLE, "1").strip()
+    if not text.isdecimal() or not 1 <= int(text) <= 16:
+        raise ConfigError(f"{AT_ONCE_VARIABLE} must be a whole number from 1 to 16; {text[:20]!r} is not.")
+    return int(text)

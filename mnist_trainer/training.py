@@ -39,11 +39,12 @@ def fit(
     *,
     on_step: Callable[[Tensor], None] | None = None,
     on_epoch: Callable[[int, dict[str, float]], None] | None = None,
+    first_epoch: int = 1,
 ) -> list[dict[str, float]]:
     """Train `model`, and validate it after each epoch.
 
     Args:
-        epochs: passes over `train_loader`.
+        epochs: passes over `train_loader`, those before `first_epoch` counted in.
         lr: learning rate.
         model: already on the device of the batches.
         train_loader: yields (images, labels).
@@ -53,6 +54,7 @@ def fit(
             Reading the number makes a GPU wait, so a caller that can should read many at once.
         on_epoch: called after each epoch with its number, from 1, and its validation result, in place
             of `model.epoch_end`, which prints.
+        first_epoch: where to go on; `opt_func` then gives an optimizer that knows what went before.
 
     Returns:
         One `{"val_loss": float, "val_acc": float}` an epoch.
@@ -65,7 +67,7 @@ def fit(
     check_learning_rate(lr)
     history = []
     optimizer = opt_func(model.parameters(), lr)
-    for epoch in range(1, epochs + 1):
+    for epoch in range(first_epoch, epochs + 1):
         model.train()
         for batch in train_loader:
             loss = model.training_step(batch)

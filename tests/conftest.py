@@ -37,6 +37,14 @@ def home(tmp_path: Path, mnist_root: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return folder
 
 
+@pytest.fixture(scope="module")
+def module_home(tmp_path_factory: pytest.TempPathFactory, mnist_root: Path) -> Path:
+    """A data folder for what several tests of a module look at."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "data").symlink_to(mnist_root, target_is_directory=True)
+    return folder
+
+
 @pytest.fixture
 def runs(home: Path) -> Iterator[RunManager]:
     """A run manager that is shut down after the test."""

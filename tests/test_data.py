@@ -23,7 +23,16 @@ from filelock import FileLock
 
 from mnist_trainer import data
 from mnist_trainer.config import TrainConfig
-from mnist_trainer.data import MD5, MNIST_FOLDER, SHIPPED, DeviceBatches, Mnist, load_mnist, prepare_files
+from mnist_trainer.data import (
+    MD5,
+    MNIST_FOLDER,
+    SHIPPED,
+    DeviceBatches,
+    Mnist,
+    ShuffledOrder,
+    load_mnist,
+    prepare_files,
+)
 from mnist_trainer.devices import DeviceDataLoader
 from mnist_trainer.errors import DataError
 from mnist_trainer.training import Batches
@@ -298,7 +307,7 @@ def test_both_pipelines_give_the_same_order_in_the_second_epoch_too(mnist: Mnist
 
 def test_each_epoch_has_the_same_images_in_another_order(mnist: Mnist) -> None:
     # Labels that count from 0 say which image is which.
-    batches = DeviceBatches(mnist.test_images, torch.arange(10_000), 128, torch.Generator().manual_seed(0))
+    batches = DeviceBatches(mnist.test_images, torch.arange(10_000), 128, ShuffledOrder(10_000, seed=0))
     first, second = (torch.cat([labels for _, labels in batches]) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(first.sort().values, torch.arange(10_000))

@@ -8,7 +8,7 @@ from mnist_trainer.data import Mnist
 from mnist_trainer.errors import RunFolderError
 from mnist_trainer.model import MnistModel
 from mnist_trainer.prediction import model_of, predict
-from mnist_trainer.store import Checkpoint
+from mnist_trainer.state import Checkpoint
 
 
 def checkpoint(model: MnistModel, **changes: Tensor) -> Checkpoint:

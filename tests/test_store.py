@@ -6,7 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,8 @@ from mnist_trainer.config import HOME_VARIABLE, TrainConfig
 from mnist_trainer.errors import MnistTrainerError, RunFolderError, RunNotFoundError
 from mnist_trainer.history import EpochEnd, History
 from mnist_trainer.model import MnistModel
-from mnist_trainer.store import Checkpoint, RunFolder, RunState, home_folder
+from mnist_trainer.state import Checkpoint, RunState
+from mnist_trainer.store import RunFolder, home_folder
 
 CONFIG = TrainConfig(device="cpu", epochs=3, learning_rate=0.25, optimizer="AdamW", seed=7, pipeline="DataLoader")
 ROWS = [(2.3, 0.125, 0.01), (1.75, 0.5, 0.02), (0.5, 0.875, 0.0301)]
@@ -76,7 +77,7 @@ def test_runs_of_one_second_get_different_ids_and_are_listed_newest_first(home: 
 
 
 def test_settings_and_state_come_back_as_they_were(home: Path, folder: RunFolder) -> None:
-    state = RunState("diverged", "Größer als ½ – zu groß.", 0.05, "CPU", 12.5, 2.25, 0.1234)
+    state = RunState("diverged", "Größer als ½ – zu groß.", 0.05, "CPU", 12.5, 321, 2, 2.25, 0.1234)
     folder.write_state(state)
     again = RunFolder.find(home, folder.id)
     assert again.read_config() == CONFIG
@@ -106,8 +107,8 @@ def test_an_id_longer_than_a_file_name_is_refused(home: Path, folder: RunFolder)
 
 def test_a_newer_format_is_refused_with_what_to_do(folder: RunFolder) -> None:
     values = json.loads((folder.path / "config.json").read_text())
-    (folder.path / "config.json").write_text(json.dumps(values | {"format": 2}))
-    with pytest.raises(RunFolderError, match=r"is of format 2; this version reads up to 1\. Update MNIST Trainer"):
+    (folder.path / "config.json").write_text(json.dumps(values | {"format": 3}))
+    with pytest.raises(RunFolderError, match=r"is of format 3; this version reads up to 2\. Update MNIST Trainer"):
         folder.read_config()
 
 
@@ -125,7 +126,7 @@ def test_a_damaged_settings_or_state_file_is_a_sentence(folder: RunFolder, name:
 
 
 @pytest.mark.parametrize(
-    "settings", [None, [], {"epochs": "five"}, {"epochs": 0}, {"learning_rate": float("nan")}, {"momentum": 0.9}]
+    "settings", [None, [], {"epochs": "five"}, {"epochs": 0}, {"learning_rate": -1.0}, {"momentum": 0.9}]
 )
 def test_settings_that_cannot_be_are_a_sentence(folder: RunFolder, settings: object) -> None:
     (folder.path / "config.json").write_text(json.dumps({"format": 1, "settings": settings}))
@@ -188,8 +189,8 @@ def test_an_epoch_is_never_read_before_its_steps(folder: RunFolder, monkeypatch:
     reader, read, history = RunFolder(folder.path), RunFolder._new_lines, History()
     names = list[str]()
 
-    def read_and_let_it_train_on(self: RunFolder, name: str, start: int) -> tuple[str, int]:
-        lines = read(self, name, start)
+    def read_and_let_it_train_on(self: RunFolder, name: str, columns: Sequence[str]) -> list[bytes]:
+        lines = read(self, name, columns)
         if not names:
             folder.append_steps(4, ROWS)
             folder.append_epoch(EpochEnd(2, 6, 0.3, 0.9, 0.2, 0.92, 3.0))
@@ -255,7 +256,7 @@ def test_a_truncated_checkpoint_is_refused(folder: RunFolder, kept: float) -> No
 
 
 @pytest.mark.parametrize(
-    "values", [{}, [], {"format": 2}, {"weights": None}, {"weights": {"linear1.weight": 3}}, {"format": "new"}]
+    "values", [{}, [], {"format": 3}, {"weights": None}, {"weights": {"linear1.weight": 3}}, {"format": "new"}]
 )
 def test_a_file_of_another_kind_is_no_checkpoint(folder: RunFolder, values: object) -> None:
     if isinstance(values, dict) and values:
@@ -272,13 +273,13 @@ def test_a_run_is_live_only_while_a_process_holds_its_lock(home: Path, folder: R
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        assert folder.read_state().status == "running"
+        assert folder.read_state().status == "queued"
         assert RunFolder.find(home, folder.id).read_state().is_live
         holder.kill()
         holder.wait(timeout=30)
     state = folder.read_state()
     assert state.status == "interrupted"
-    assert "ended before the run did" in state.message
+    assert state.message == "The program ended before this run's turn came."
     assert not state.is_live
 
 

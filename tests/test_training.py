@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mnist_trainer import data
 from mnist_trainer.config import OPTIMIZERS, PIPELINES, TrainConfig
-from mnist_trainer.data import DeviceBatches, Mnist, train_and_val_loaders
+from mnist_trainer.data import DeviceBatches, Mnist, ShuffledOrder, train_and_val_loaders
 from mnist_trainer.errors import ConfigError
 from mnist_trainer.model import MnistModel
 from mnist_trainer.training import OPTIMIZER_FACTORIES, evaluate, fit
@@ -23,8 +23,8 @@ def seeded_model(seed: int = 0) -> MnistModel:
 
 def digits(mnist: Mnist, count: int, seed: int | None = None) -> DeviceBatches:
     """The first `count` training images in batches of 100, shuffled if there is a seed."""
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return DeviceBatches(mnist.train_images[:count], mnist.train_labels[:count], 100, generator)
+    order = None if seed is None else ShuffledOrder(count, seed)
+    return DeviceBatches(mnist.train_images[:count], mnist.train_labels[:count], 100, order)
 
 
 def weights(model: MnistModel) -> list[Tensor]:
