@@ -1,4 +1,4 @@
-"""The command line: train, predict, list devices and runs, with no Streamlit in sight."""
+"""The command line: train, predict, devices, runs, with no Streamlit in sight."""
 
 # PyTorch takes seconds to import: each command imports what it needs, so that `--help` answers at once.
 
@@ -11,26 +11,25 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .cli_runs import FAILED, INTERRUPTED, OK, USAGE, add_runs, run_as_json
 from .config import OPTIMIZERS, PIPELINES, TrainConfig
 from .errors import (
     ConfigError,
     DeviceUnavailableError,
     ImageError,
     MnistTrainerError,
-    RunFolderError,
     RunNotFoundError,
 )
 
 if TYPE_CHECKING:
-    from .runs import Run
-
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+    from .run import Run
 
 EPILOG = """\
 examples:
   python -m mnist_trainer train --epochs 5 --lr 0.5 --hidden 32
   python -m mnist_trainer predict my-seven.png
-  python -m mnist_trainer runs
+  python -m mnist_trainer train --resume latest
+  python -m mnist_trainer runs export latest
 
 Runs are kept in `mnist-trainer/runs` in your home folder, where the dashboard shows them;
 the environment variable MNIST_TRAINER_HOME names another folder instead of `mnist-trainer`.
@@ -75,11 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_predict(commands)
     devices = commands.add_parser("devices", help="list the devices that can train, and why others cannot")
+    devices.add_argument("--json", action="store_true", help="one JSON object a line")
     devices.set_defaults(command=_devices)
-    runs = commands.add_parser("runs", help="list the runs, newest first")
-    runs.set_defaults(command=_runs)
-    for command in (devices, runs):
-        command.add_argument("--json", action="store_true", help="one JSON object a line")
+    add_runs(commands)
     return parser
 
 
@@ -105,6 +102,11 @@ def _add_train(commands: Any) -> None:
         train.add_argument(
             flag, dest=field, metavar=flag[2:].upper(), help=f"{text} (default {getattr(default, field)})"
         )
+    earlier = train.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", metavar="ID", help="let a run that ended too soon go on; no other settings")
+    earlier.add_argument(
+        "--from", dest="parent", metavar="ID", help="continue a run for --epochs more, as a new run; takes --lr too"
+    )
     train.add_argument("--json", action="store_true", help="print the result as one JSON object")
     train.set_defaults(command=_train)
 
@@ -129,29 +131,49 @@ def _train(options: argparse.Namespace) -> int:
     names = ("device", "epochs", "learning_rate", "hidden_size", "batch_size", "optimizer", "seed", "pipeline")
     texts = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     config = TrainConfig.from_text(texts)
+    _check_earlier(options, texts)
 
     from .runs import RunManager
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill keeps the run as Ctrl-C does
     manager = RunManager()
-    run = manager.start(config)
+    device = texts.get("device", "")
+    if options.resume:
+        run = manager.resume(manager.get(options.resume).id, device)
+    elif options.parent:
+        learning_rate = config.learning_rate if "learning_rate" in texts else None
+        run = manager.continue_run(manager.get(options.parent).id, config.epochs, learning_rate, device)
+    else:
+        run = manager.start(config)
     try:
         _show_progress(run)
     except KeyboardInterrupt:
         print("Stopping; the run is kept.", file=sys.stderr)
     finally:
         manager.shutdown(timeout_seconds=60)
-    print(json.dumps(_as_json(run)) if options.json else _ending(run))
+    print(json.dumps(run_as_json(run)) if options.json else _ending(run))
     return {"finished": OK, "stopped": INTERRUPTED}.get(run.state.status, FAILED)
+
+
+def _check_earlier(options: argparse.Namespace, texts: dict[str, str]) -> None:
+    """Refuse settings that an earlier run has already decided."""
+    allowed = {"device"} if options.resume else {"device", "epochs", "learning_rate"}
+    if (options.resume or options.parent) and (decided := sorted(set(texts) - allowed)):
+        flag = "--resume" if options.resume else "--from"
+        names = ", ".join(name.replace("_", " ") for name in decided)
+        raise ConfigError(f"With {flag} the run's own settings stay as they were: leave out {names}.")
+    if options.parent and "epochs" not in texts:
+        raise ConfigError("--from needs --epochs: for how many more the run is to be continued.")
 
 
 def _show_progress(run: "Run") -> None:
     """Follow `run` on standard error until it ends: a bar on a terminal, a line an epoch anywhere."""
     from tqdm import tqdm
 
-    shown = 0
+    shown, told = len(run.snapshot().epochs), ""
     print(f"Run {run.id} on {run.state.device_label}", file=sys.stderr)
-    with tqdm(total=run.config.total_steps, unit="step", disable=None, file=sys.stderr) as bar:
+    total, done = run.config.total_steps, run.snapshot().steps
+    with tqdm(total=total, initial=done, unit="step", disable=None, file=sys.stderr) as bar:
         while True:
             has_ended = run.ended.wait(0.2)
             snapshot = run.snapshot()
@@ -159,6 +181,8 @@ def _show_progress(run: "Run") -> None:
                 line = f"Epoch [{epoch.epoch}], val_loss: {epoch.val_loss:.4f}, val_acc: {epoch.val_accuracy:.4f}"
                 tqdm.write(line, file=sys.stderr)
             shown = len(snapshot.epochs)
+            if run.is_live and run.state.message not in (told, ""):
+                tqdm.write(told := run.state.message, file=sys.stderr)
             if (loss := snapshot.recent(snapshot.losses)) is not None:
                 bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update(snapshot.steps - bar.n)
@@ -181,9 +205,7 @@ def _predict(options: argparse.Namespace) -> int:
     from .runs import RunManager
 
     run = RunManager().get(options.run)
-    checkpoint = run.checkpoint()
-    if checkpoint is None:
-        raise RunFolderError(f"Run {run.id} has no weights yet: its first epoch is not done. Wait, or choose another.")
+    checkpoint = run.weights()
     model = model_of(checkpoint)
     if not options.json:
         print(f"Weights of run {run.id}, {checkpoint.trust}.", file=sys.stderr)
@@ -211,40 +233,3 @@ def _devices(options: argparse.Namespace) -> int:
         else:
             print(f"{device.name:8} {device}")
     return OK
-
-
-def _runs(options: argparse.Namespace) -> int:
-    from .runs import RunManager
-
-    for run in RunManager().all():
-        if options.json:
-            print(json.dumps(_as_json(run)))
-        else:
-            test = run.state.test_accuracy
-            accuracy = "" if test is None else f"test accuracy {test:.2%}"
-            print(f"{run.id:24} {run.state.status:12} {accuracy:22} {_settings(run.config)}")
-    return OK
-
-
-def _settings(config: TrainConfig) -> str:
-    return (
-        f"{config.device}, {config.epochs} epochs, lr {config.learning_rate:g}, hidden {config.hidden_size}, "
-        f"batch {config.batch_size}, {config.optimizer}, seed {config.seed}, {config.pipeline}"
-    )
-
-
-def _as_json(run: "Run") -> dict[str, Any]:
-    snapshot = run.snapshot()
-    return {
-        "id": run.id,
-        "folder": str(run.folder.path),
-        "status": run.state.status,
-        "message": run.state.message,
-        "settings": run.config.to_json(),
-        "steps": snapshot.steps,
-        "epochs": len(snapshot.epochs),
-        "best_val_accuracy": snapshot.best_val_accuracy,
-        "test_accuracy": run.state.test_accuracy,
-        "test_loss": run.state.test_loss,
-        "seconds": round(run.seconds, 3),
-    }

@@ -19,7 +19,8 @@ from mnist_trainer.cli import main
 from mnist_trainer.config import HOME_VARIABLE, TrainConfig
 from mnist_trainer.data import Mnist
 from mnist_trainer.prediction import model_of, predict
-from mnist_trainer.runs import Run, RunManager
+from mnist_trainer.run import Run
+from mnist_trainer.runs import RunManager
 
 Captured = pytest.CaptureFixture[str]
 
@@ -219,7 +220,7 @@ def test_runs_are_listed(run: Run, capsys: Captured) -> None:
     line = capsys.readouterr().out
     assert line.startswith(run.id)
     assert f"test accuracy {run.state.test_accuracy:.2%}" in line
-    assert "cpu, 1 epochs, lr 0.5, hidden 32, batch 128, SGD, seed 0, on-device" in line
+    assert "cpu, 1 epoch, lr 0.5, hidden 32, batch 128, SGD, seed 0, on-device" in line
 
 
 def test_without_runs_none_are_listed(home: Path, capsys: Captured) -> None:
