@@ -37,11 +37,11 @@ with page("Home") as runs:
         else:
             with st.container(horizontal=True, vertical_alignment="center"):
                 status_badge(run)
-                st.markdown(run.id)
+                st.markdown(plain(run.name))
             if run.state.test_accuracy is not None:
                 st.metric("Test accuracy", f"{run.state.test_accuracy:.2%}", help="Of 10,000 images it never saw.")
             st.caption(settings_line(run))
-        for problem in runs.unreadable():
+        for problem in runs.damaged().values():
             st.warning(plain(problem))
 
     st.caption(

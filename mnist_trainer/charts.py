@@ -14,7 +14,10 @@ from .config import TrainConfig
 from .history import Floats, Snapshot
 
 MAX_BUCKETS = 400  # a bucket gives two points: about one a pixel on a wide screen
+MAX_RATES = 20  # the newest changes of the learning rate; more would hide the lines
 X_AXES = ("step", "epoch", "seconds")
+MAX_COMPARED = 8  # as many as the theme has colours; each has a mark of its own, too
+SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "star", "x", "hexagon")
 # Indices into the theme's chartCategoricalColors.
 TRAINING_COLOR, VALIDATION_COLOR = 0, 1
 
@@ -32,10 +35,8 @@ def loss_figure(history: Snapshot, config: TrainConfig, x_axis: str, smoothing: 
         smoothing: 0 (none) to below 1 (most).
         is_log: whether the loss axis is logarithmic.
     """
-    y_axis: dict[str, Any] = {"title": {"text": "loss (nats per image)", "standoff": 12}}
-    y_axis |= {"type": "log", "dtick": 1, "minor": {"showgrid": True}} if is_log else {"rangemode": "tozero"}
     epochs = [epoch.val_loss for epoch in history.epochs]
-    return _figure(history, config, x_axis, smoothing, history.losses, epochs, y_axis)
+    return _figure(history, config, x_axis, smoothing, history.losses, epochs, _loss_axis(is_log))
 
 
 def accuracy_figure(history: Snapshot, config: TrainConfig, x_axis: str, smoothing: float) -> Figure:
@@ -43,12 +44,35 @@ def accuracy_figure(history: Snapshot, config: TrainConfig, x_axis: str, smoothi
 
     Arguments as for `loss_figure`.
     """
-    y_axis = {"title": {"text": "accuracy", "standoff": 12}, "tickformat": ".0%", "range": [0, 1.02]}
     epochs = [epoch.val_accuracy for epoch in history.epochs]
-    figure = _figure(history, config, x_axis, smoothing, history.accuracies, epochs, y_axis)
+    figure = _figure(history, config, x_axis, smoothing, history.accuracies, epochs, _ACCURACY_AXIS)
     for trace in figure["data"]:
         trace["hovertemplate"] = "%{y:.2%}"
     return figure
+
+
+def comparison_figures(
+    runs: Sequence[tuple[str, Snapshot, TrainConfig]], x_axis: str, smoothing: float, is_log: bool
+) -> tuple[Figure, Figure]:
+    """Loss and accuracy of several runs, one over the other: training smoothed, validation as marks.
+
+    Args:
+        runs: name, history and settings of each; the first `MAX_COMPARED` are drawn.
+        x_axis: one of `X_AXES`.
+        smoothing: 0 (none) to below 1 (most).
+        is_log: whether the loss axis is logarithmic.
+    """
+    loss: Figure = {"data": [], "layout": {"xaxis": _x_axis(x_axis), "yaxis": _loss_axis(is_log)}}
+    right: Figure = {"data": [], "layout": {"xaxis": _x_axis(x_axis), "yaxis": _ACCURACY_AXIS}}
+    for color, (name, history, config) in enumerate(runs[:MAX_COMPARED]):
+        val_losses = [epoch.val_loss for epoch in history.epochs]
+        val_accuracies = [epoch.val_accuracy for epoch in history.epochs]
+        position = _positions(history, config, x_axis)
+        loss["data"] += _compared(color, name, position, smoothing, history, history.losses, val_losses)
+        right["data"] += _compared(color, name, position, smoothing, history, history.accuracies, val_accuracies)
+    for trace in right["data"]:
+        trace["hovertemplate"] = "%{y:.2%}"
+    return loss, right
 
 
 def extremes(values: Floats) -> Indices:
@@ -103,7 +127,8 @@ def _figure(
     position = _positions(history, config, x_axis)
     each = extremes(values)
     ends, line = smoothed(values, smoothing)
-    epoch_ends = np.array([epoch.step - 1 for epoch in history.epochs], np.int64)
+    rates = history.rates[-MAX_RATES:]
+    moved = [(float(position(np.array([rate.step - 1]))[0]) if rate.step else 0.0, rate) for rate in rates]
     return {
         "data": [
             {
@@ -116,7 +141,7 @@ def _figure(
                 "hoverinfo": "skip",
             },
             {
-                "name": "training, smoothed",
+                "name": "smoothed",
                 "x": position(ends),
                 "y": line,
                 "color": TRAINING_COLOR,
@@ -124,7 +149,7 @@ def _figure(
             },
             {
                 "name": "validation",
-                "x": position(epoch_ends),
+                "x": position(_epoch_ends(history)),
                 "y": np.array(epoch_values, np.float32),
                 "color": VALIDATION_COLOR,
                 "mode": "lines+markers",
@@ -133,10 +158,59 @@ def _figure(
             },
         ],
         "layout": {
-            "xaxis": {"title": {"text": x_axis}, "rangemode": "tozero", "tickformat": ",~f"},
+            "xaxis": _x_axis(x_axis),
             "yaxis": y_axis,
+            # Where the learning rate was moved.
+            "shapes": [{"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} for x, _ in moved],
+            "annotations": [
+                {"x": x, "yref": "paper", "y": 0.5, "text": f"lr {rate.learning_rate:g}", "showarrow": False}
+                for x, rate in moved
+            ],
         },
     }
+
+
+def _compared(
+    color: int,
+    name: str,
+    position: Callable[[Indices], Floats],
+    smoothing: float,
+    history: Snapshot,
+    values: Floats,
+    epoch_values: Sequence[float],
+) -> list[dict[str, Any]]:
+    """The two traces of one run among others."""
+    ends, line = smoothed(values, smoothing)
+    shared = {"color": color, "legendgroup": str(color)}
+    return [
+        {**shared, "name": name, "x": position(ends), "y": line, "line": {"width": 3}},
+        {
+            **shared,
+            "name": f"{name}, validation",
+            "x": position(_epoch_ends(history)),
+            "y": np.array(epoch_values, np.float32),
+            "mode": "lines+markers",
+            "line": {"width": 2, "dash": "dot"},
+            "marker": {"size": 9, "symbol": SYMBOLS[color]},
+            "showlegend": False,
+        },
+    ]
+
+
+def _epoch_ends(history: Snapshot) -> Indices:
+    return np.array([epoch.step - 1 for epoch in history.epochs], np.int64)
+
+
+def _x_axis(title: str) -> dict[str, Any]:
+    return {"title": {"text": title}, "rangemode": "tozero", "tickformat": ",~f"}
+
+
+def _loss_axis(is_log: bool) -> dict[str, Any]:
+    axis: dict[str, Any] = {"title": {"text": "loss (nats per image)", "standoff": 12}}
+    return axis | ({"type": "log", "dtick": 1, "minor": {"showgrid": True}} if is_log else {"rangemode": "tozero"})
+
+
+_ACCURACY_AXIS = {"title": {"text": "accuracy", "standoff": 12}, "tickformat": ".0%", "range": [0, 1.02]}
 
 
 def _positions(history: Snapshot, config: TrainConfig, x_axis: str) -> Callable[[Indices], Floats]:

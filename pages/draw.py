@@ -6,8 +6,9 @@ from mnist_trainer.config import TrainConfig
 from mnist_trainer.drawing import render, to_mnist
 from mnist_trainer.errors import MnistTrainerError
 from mnist_trainer.prediction import model_of, predict
-from mnist_trainer.runs import Run, RunManager
-from mnist_trainer.store import Checkpoint
+from mnist_trainer.run import Run
+from mnist_trainer.runs import RunManager
+from mnist_trainer.state import Checkpoint
 from mnist_trainer.ui.canvas import canvas, read_canvas
 from mnist_trainer.ui.frame import errors_shown, page, plain
 
@@ -56,7 +57,7 @@ def choose(choices: dict[str, Run]) -> str:
 def label(run: Run) -> str:
     # Nothing that changes while it trains: the browser remembers its choice by this text.
     config = run.config
-    return f"{run.id} · hidden size {config.hidden_size:,} · learning rate {config.learning_rate:g}"
+    return f"{run.name} · hidden size {config.hidden_size:,} · learning rate {config.learning_rate:g}"
 
 
 def pad(run: Run, was_live: bool) -> None:

@@ -1,25 +1,30 @@
 """The Train page: settings, one button, and the run as it learns."""
 
+import time
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import streamlit as st
-from streamlit.delta_generator import DeltaGenerator
 
-from mnist_trainer.charts import X_AXES, accuracy_figure, loss_figure
-from mnist_trainer.config import OPTIMIZERS, PIPELINES, TrainConfig
+from mnist_trainer.charts import accuracy_figure, loss_figure
+from mnist_trainer.config import OPTIMIZERS, PIPELINES, TrainConfig, check_learning_rate
+from mnist_trainer.control import Control
 from mnist_trainer.devices import all_devices, find_device
-from mnist_trainer.errors import MnistTrainerError, RunBusyError
-from mnist_trainer.runs import Run, RunManager
-from mnist_trainer.store import RunState
+from mnist_trainer.errors import MnistTrainerError
+from mnist_trainer.run import Run
+from mnist_trainer.runs import RunManager
 from mnist_trainer.ui.frame import errors_shown, page, plain, settings_line, status_badge
-from mnist_trainer.ui.live_chart import live_chart
+from mnist_trainer.ui.live import Tile, chart_looks, chart_options, live, live_data, refresh_seconds, shared
 
-REFRESH_SECONDS = 0.5
 LOOKOUT_SECONDS = 5.0  # for a run that somebody else starts
-DEFAULT_SMOOTHING = 0.9
 MAX_ADDRESS_CHARACTERS = 200
 KEPT: dict[str, Any] = {"bind": "query-params", "on_change": "ignore"}  # in the URL; sent with the next button
-ADVICE = "train_advice"  # in the session: why the last start was refused
+# In the session: why the last start was refused; what it was; the page's name among the viewers.
+ADVICE, STARTED, VIEWER = "train_advice", "train_started", "viewer"
+DOUBLE_CLICK_SECONDS = 1.0
+SETTLE_SECONDS = 2.0  # a step takes milliseconds
+LEARNING_RATES = tuple(float(f"{digit}e{power}") for power in range(-4, 2) for digit in (1, 2, 5))  # 0.0001 to 50
 
 # A control's key, which is its name in the URL too → the setting.
 SETTINGS = {
@@ -35,22 +40,34 @@ SETTINGS = {
 
 
 def main(runs: RunManager) -> None:
-    st.header("Train")
+    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        st.header("Train", width="content")
+        more_settings_place = st.container(width="content")
     check_address()
+    with more_settings_place:
+        more_settings()
     controls()
-    newest = runs.latest()
-    newest_id = newest.id if newest else None
-    run = chosen_run(runs, newest)
-    buttons(runs, run, newest)
+    current = runs.current()
+    current_id = current.id if current else None
+    run = chosen_run(runs, current)
+    buttons(runs, run, current)
     if problem := st.session_state.get(ADVICE):
         st.error(plain(problem), icon=":material/error:")
     if run is None:
         st.info("No run yet. Keep these settings, or change them, and press **Start training**.")
-        st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, newest_id)
+        st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, current_id)
         return
-    st.fragment(live_panel, run_every=REFRESH_SECONDS if run.is_live else None)(run, run.state)
+    run.snapshot()  # finds what is wrong with its history
+    head(run)
+    interval = page_interval()
+    panel = st.fragment(live_panel, run_every=interval if run.is_live else None)
+    panel(runs, run.id, facts(run), interval)
+    st.caption(
+        "Training: the last 50 batches. Validation: 10,000 images kept out of training, after each epoch. "
+        "Test: 10,000 others, measured once, when the run has ended; nothing is chosen by them."
+    )
     chart_options()
-    st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, newest_id)
+    st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, current_id)
 
 
 def check_address() -> None:
@@ -130,8 +147,8 @@ def number_input(place: Any, label: str, key: str, step: float, explained: str) 
     place.number_input(label, value=default, step=float(step), format="%g", key=key, help=explained, **KEPT)
 
 
-def chosen_run(runs: RunManager, newest: Run | None) -> Run | None:
-    """The run in the URL, or the newest: a reload or a second tab finds it again."""
+def chosen_run(runs: RunManager, current: Run | None) -> Run | None:
+    """The run in the URL, or the one that trains, or the newest: a reload or a second tab finds it again."""
     run_id = st.query_params.get("run")
     if run_id:
         try:
@@ -139,62 +156,132 @@ def chosen_run(runs: RunManager, newest: Run | None) -> Run | None:
         except MnistTrainerError as error:
             st.warning(plain(f"{error} The newest run is shown instead."))
             del st.query_params["run"]
-    return newest
+    return current
 
 
-def buttons(runs: RunManager, run: Run | None, newest: Run | None) -> None:
-    training = runs.training
-    with st.container(horizontal=True, vertical_alignment="center"):
+def buttons(runs: RunManager, run: Run | None, current: Run | None) -> None:
+    """Start a run, and steer the one that is shown. They keep their places, whatever its state."""
+    status = run.state.status if run and run.is_trained_here else ""
+    is_busy = runs.training is not None
+    with st.container(horizontal=True, vertical_alignment="bottom"):
         st.button(
-            "Start training",
+            "Queue it" if is_busy else "Start training",
             type="primary",
-            icon=":material/play_arrow:",
+            icon=":material/playlist_add:" if is_busy else ":material/play_arrow:",
             shortcut="Ctrl+Shift+S",
-            disabled=training is not None,
+            key="start",
             on_click=start,
             args=(runs,),
         )
-        st.button("Stop", icon=":material/stop:", disabled=training is None, on_click=stop, args=(runs,))
-        more_settings()
-        if newest and run and newest.is_live and newest.id != run.id:
-            st.button("Show the run that is training", on_click=show, args=(newest.id,))
-        has_ended = run and not run.is_live and run.has_weights
-        if run and has_ended and st.button("Draw a digit", icon=":material/draw:"):
+        shown = (runs, run.id if run else "")
+        steering: dict[str, Any] = {"args": shown, "disabled": status not in ("running", "paused")}
+        if status == "paused":
+            st.button("Go on", icon=":material/resume:", key="pause", on_click=go_on, **steering)
+        else:
+            st.button("Pause", icon=":material/pause:", key="pause", on_click=pause, **steering)
+        st.button("Step", icon=":material/step:", on_click=step, help="Pause, and take one step.", **steering)
+        is_waiting = status == "queued"
+        st.button(
+            "Withdraw" if is_waiting else "Stop",
+            icon=":material/stop:",
+            key="stop",
+            disabled=not status,
+            on_click=stop,
+            args=shown,
+        )
+        if run and status in ("running", "paused"):
+            learning_rate_slider(runs, run)
+        if run and not run.is_live:
+            after_the_end(runs, run)
+        if current and run and current.is_live and current.id != run.id:
+            st.button("Show the run that is training", on_click=show, args=(current.id,))
+
+
+def learning_rate_slider(runs: RunManager, run: Run) -> None:
+    """Move the learning rate while it trains. It has the value that is in force, whoever moved it."""
+    now = run.learning_rate
+    key = f"rate {run.id} {now!r}"
+    st.select_slider(
+        "Learning rate now",
+        sorted({*LEARNING_RATES, now}),
+        now,
+        format_func=lambda rate: f"{rate:g}",
+        key=key,
+        on_change=move_learning_rate,
+        args=(runs, run.id, key),
+        width=230,
+    )
+
+
+def after_the_end(runs: RunManager, run: Run) -> None:
+    """What can be done with a run that is over."""
+    if not runs.problem_with_resuming(run):
+        st.button(
+            "Resume",
+            icon=":material/resume:",
+            on_click=resume,
+            args=(runs, run.id),
+            help="Goes on from its last checkpoint, as if it had never stopped.",
+        )
+    if run.has_weights:
+        continue_settings(runs, run)
+        if st.button("Draw a digit", icon=":material/draw:"):
             st.switch_page("pages/draw.py", query_params={"run": run.id})
-        if run and run.state.suggested_learning_rate:
-            rate = run.state.suggested_learning_rate
-            st.button(
-                f"Try learning rate {rate:g}", icon=":material/replay:", on_click=retry, args=(runs, run.id, rate)
-            )
+    if rate := run.state.suggested_learning_rate:
+        st.button(f"Try learning rate {rate:g}", icon=":material/replay:", on_click=retry, args=(runs, run.id, rate))
+
+
+def continue_settings(runs: RunManager, run: Run) -> None:
+    with st.popover("Continue", icon=":material/fast_forward:"):
+        st.caption("Trains this network further, as a new run; this one stays as it is.")
+        epochs, rate = f"more epochs {run.id}", f"more rate {run.id}"
+        st.number_input("Epochs more", value=5.0, step=1.0, format="%g", key=epochs)
+        suggested = float(run.state.suggested_learning_rate or run.learning_rate)
+        st.number_input("Learning rate", value=suggested, step=0.1, format="%g", key=rate)
+        st.button(
+            "Continue training",
+            type="primary",
+            key="continue",
+            on_click=continue_run,
+            args=(runs, run.id, epochs, rate),
+        )
 
 
 def start(runs: RunManager) -> None:
     """Callback of Start training: the controls' values have come with the click."""
-    begin(runs, {setting: st.session_state[key] for key, setting in SETTINGS.items()})
+    settings = {setting: whole(st.session_state[key], setting) for key, setting in SETTINGS.items()}
+    # A double click is one wish.
+    before, st.session_state[STARTED] = st.session_state.get(STARTED), (settings, time.monotonic())
+    if not before or before[0] != settings or time.monotonic() - before[1] > DOUBLE_CLICK_SECONDS:
+        begin(lambda: runs.start(TrainConfig.from_json(settings)))
 
 
 def retry(runs: RunManager, run_id: str, learning_rate: float) -> None:
     """Callback of "Try learning rate …": the same settings again, with that one."""
-    stop(runs)
-    try:
+
+    def again() -> Run:
         settings = {**runs.get(run_id).config.to_json(), "learning_rate": learning_rate}
-        find_device(settings["device"])  # a run of another machine may name one that is not here
-    except MnistTrainerError as error:
-        st.session_state[ADVICE] = str(error)
-        return
-    for key, setting in SETTINGS.items():
-        st.session_state[key] = settings[setting]  # the controls show what is trained
-    begin(runs, settings)
-
-
-def begin(runs: RunManager, settings: dict[str, Any]) -> None:
-    for name, value in settings.items():  # the controls give floats; what is not whole is refused in words
-        if name != "learning_rate" and isinstance(value, float) and value.is_integer():
-            settings[name] = int(value)
-    try:
         run = runs.start(TrainConfig.from_json(settings))
-    except RunBusyError:  # a double click, or somebody else was faster: their run is what there is to see
-        st.query_params.pop("run", None)
+        for key, setting in SETTINGS.items():
+            st.session_state[key] = settings[setting]  # the controls show what is trained
+        return run
+
+    begin(again)
+
+
+def resume(runs: RunManager, run_id: str) -> None:
+    begin(lambda: runs.resume(run_id))
+
+
+def continue_run(runs: RunManager, run_id: str, epochs_key: str, rate_key: str) -> None:
+    epochs, learning_rate = whole(st.session_state[epochs_key], "epochs"), st.session_state[rate_key]
+    begin(lambda: runs.continue_run(run_id, epochs, check_learning_rate(learning_rate)))
+
+
+def begin(make: Callable[[], Run]) -> None:
+    """Show the run that `make` gives, or say why there is none."""
+    try:
+        run = make()
     except MnistTrainerError as error:
         st.session_state[ADVICE] = str(error)
     else:
@@ -202,111 +289,166 @@ def begin(runs: RunManager, settings: dict[str, Any]) -> None:
         show(run.id)
 
 
-def stop(runs: RunManager) -> None:
-    if training := runs.training:
-        training.request_stop()
-        training.ended.wait(2)  # a step takes milliseconds: the page then shows the end at once
+def whole(value: Any, setting: str) -> Any:
+    """The controls give floats; what is not whole is refused in words, later."""
+    return int(value) if setting != "learning_rate" and isinstance(value, float) and value.is_integer() else value
+
+
+def steered(runs: RunManager, run_id: str, ask: Callable[[Control], None], is_done: Callable[[Run], bool]) -> None:
+    """Ask something of the run that is shown, and wait a moment for it: the page then shows it at once."""
+    try:
+        run = runs.get(run_id)
+        if not run.is_trained_here or run.control is None:
+            return
+        ask(run.control)
+    except MnistTrainerError as error:
+        st.session_state[ADVICE] = str(error)
+        return
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while run.is_live and not is_done(run) and time.monotonic() < deadline:
+        run.ended.wait(0.01)
+
+
+def pause(runs: RunManager, run_id: str) -> None:
+    steered(runs, run_id, Control.pause, lambda run: run.state.status == "paused")
+
+
+def go_on(runs: RunManager, run_id: str) -> None:
+    steered(runs, run_id, Control.go_on, lambda run: run.state.status == "running")
+
+
+def step(runs: RunManager, run_id: str) -> None:
+    before = list[int]()
+
+    def ask(control: Control) -> None:
+        before.append(runs.get(run_id).snapshot().steps)
+        control.step()
+
+    steered(runs, run_id, ask, lambda run: run.state.status == "paused" and run.snapshot().steps > before[0])
+
+
+def move_learning_rate(runs: RunManager, run_id: str, key: str) -> None:
+    rate = st.session_state[key]
+    steered(runs, run_id, lambda control: control.set_learning_rate(rate), lambda run: run.learning_rate == rate)
+
+
+def stop(runs: RunManager, run_id: str) -> None:
+    steered(runs, run_id, lambda _: runs.stop(runs.get(run_id)), lambda run: run.ended.is_set())
 
 
 def show(run_id: str) -> None:
     st.query_params["run"] = run_id
 
 
-def live_panel(run: Run, shown_state: RunState) -> None:
+def head(run: Run) -> None:
+    """What is shown and how it stands: all that stays the same until the state changes."""
+    with st.container(horizontal=True, vertical_alignment="center"):
+        status_badge(run)
+        st.caption(f"{plain(run.name)} · {settings_line(run)}")
+    for message in filter(None, (run.state.message, run.problem)):
+        show_message = st.error if run.state.status in ("failed", "diverged") else st.warning
+        show_message(plain(message))
+    if run.is_live and not run.is_trained_here:
+        st.caption("Another program trains it; it is steered there.")
+
+
+def live_panel(runs: RunManager, run_id: str, shown: tuple[object, ...], interval: float) -> None:
     """The run's progress, figures and charts: the only part of the page that refreshes by itself."""
     with errors_shown():
-        run.refresh()
-        if run.state != shown_state:
-            st.rerun()  # the buttons above depend on it, and an ended run is not refreshed any more
-        with st.container(horizontal=True, vertical_alignment="center"):
-            status_badge(run)
-            st.caption(f"{run.id} · {settings_line(run)}")
-        if run.state.message:
-            show_message = st.error if run.state.status in ("failed", "diverged") else st.warning
-            show_message(plain(run.state.message))
-        if run.is_live:
-            if not run.is_trained_here:
-                st.caption("Another program trains it; it is stopped there.")
-            st.progress(run.snapshot().steps / run.config.total_steps, text=progress_text(run))
-        figures(run)
-        charts(run)
-        st.caption(
-            "Training: the last 50 batches. Validation: 10,000 images kept out of training, after each epoch. "
-            "Test: 10,000 others, measured once, when the run has ended; nothing is chosen by them."
-        )
+        try:
+            run = runs.get(run_id)
+        except MnistTrainerError:  # somebody has taken its folder away: the page says so, and shows another
+            st.rerun()
+        wanted = page_interval()
+        # To go faster by one stage can wait until the page is made anew for another reason.
+        is_wrong = run.is_live and (wanted > interval or wanted < interval / 2)
+        if facts(run) != shown or is_wrong:
+            st.rerun()  # the page around it depends on them
+        looks = chart_looks()
+        history = run.snapshot()
+        version = (run.state, history.steps, len(history.epochs), history.rates, run.is_testing, place(runs, run))
+        is_moving = run.state.status == "running"
+        live("panel", shared((run.id, *looks), version, lambda: panel_data(runs, run, *looks), is_moving=is_moving))
 
 
-def progress_text(run: Run) -> str:
-    steps, config = run.snapshot().steps, run.config
+def facts(run: Run) -> tuple[object, ...]:
+    """What the page says of the run outside the panel."""
+    return run.state, run.learning_rate, run.problem, run.name
+
+
+def page_interval() -> float:
+    """How often this page may refresh."""
+    return refresh_seconds(st.session_state.setdefault(VIEWER, uuid.uuid4().hex))
+
+
+def panel_data(runs: RunManager, run: Run, x_axis: str, smoothing: float, is_log: bool) -> dict[str, Any]:
+    """What the panel shows, the same for all pages that show this run in this way."""
+    history = run.snapshot()
+    loss = loss_figure(history, run.config, x_axis, smoothing, is_log)
+    right = accuracy_figure(history, run.config, x_axis, smoothing)
+    charts = [
+        (loss, described("Loss", history.recent(history.losses))),
+        (right, described("Accuracy", history.recent(history.accuracies))),
+    ]
+    progress = (history.steps / run.config.total_steps, progress_text(runs, run)) if run.is_live else None
+    # Zoom is kept until another run or axis is shown.
+    return live_data(charts, f"{run.id} {x_axis}", tiles(run), progress)
+
+
+def place(runs: RunManager, run: Run) -> str:
+    """Where it stands in the queue, if it waits here."""
+    if run.state.status != "queued":
+        return ""
+    waiting = [other.id for other in runs.waiting]
+    return f": place {waiting.index(run.id) + 1} of {len(waiting)} in the queue" if run.id in waiting else ""
+
+
+def progress_text(runs: RunManager, run: Run) -> str:
+    steps, config, status = run.snapshot().steps, run.config, run.state.status
+    if status == "queued":
+        return f"Waiting for its turn{place(runs, run)}."
     if run.is_testing:
         return "Trained. Measuring on the 10,000 test images …"
-    if run.stop.is_set():
+    if run.control and run.control.stop.is_set():
         return "Stopping after this step …"
+    if run.control and run.control.is_paused and status != "paused":
+        return "Pausing after this step …"
     if not steps:
         return "Loading MNIST …"
     epoch = min(steps // config.steps_per_epoch + 1, config.epochs)
-    return (
-        f"Epoch {epoch:,} of {config.epochs:,} · step {steps:,} of {config.total_steps:,} · "
-        f"{duration(run.seconds_left or 0)} left"
+    return f"Epoch {epoch:,} of {config.epochs:,} · step {steps:,} of {config.total_steps:,}" + (
+        " · paused" if status == "paused" else f" · {duration(run.seconds_left or 0)} left"
     )
 
 
-def figures(run: Run) -> None:
-    """The run in numbers, each with the set it is from. The tiles are the same from start to end."""
+def tiles(run: Run) -> list[Tile]:
+    """The run in numbers, each with the set it is from. They are the same from start to end."""
     history, state = run.snapshot(), run.state
     last, right, speed = history.last_epoch, history.recent(history.accuracies), run.images_per_second
-    grid = st.grid(4, min_column_width=150)
-    tile(grid, "Training accuracy", number(right, ".2%"), loss_text(history.recent(history.losses)))
-    tile(
-        grid,
-        "Validation accuracy",
-        number(last.val_accuracy if last else None, ".2%"),
-        loss_text(last.val_loss if last else None),
-    )
-    tile(
-        grid,
-        "Test accuracy",
-        number(state.test_accuracy, ".2%"),
-        "when it ends" if run.is_live else loss_text(state.test_loss),
-    )
-    tile(
-        grid,
-        "Time so far" if run.is_live else "Total time",
-        duration(run.seconds),
-        f"{speed:,.0f} images/s" if speed else None,
-    )
-
-
-def tile(grid: DeltaGenerator, label: str, value: str, below: str | None) -> None:
-    """A figure with a second line, which is no change for better or worse."""
-    grid.metric(label, value, below, delta_color="off", delta_arrow="off", border=True, height="stretch")
-
-
-def charts(run: Run) -> None:
-    history, options = run.snapshot(), st.session_state
-    x_axis, smoothing = options.get("x_axis", X_AXES[0]), options.get("smoothing", DEFAULT_SMOOTHING)
-    revision = f"{run.id} {x_axis}"  # zoom is kept until another run or axis is shown
-    left, right = st.columns(2)
-    with left:
-        figure = loss_figure(history, run.config, x_axis, smoothing, bool(options.get("log_scale")))
-        live_chart("loss", figure, revision=revision, description=described("Loss", history.recent(history.losses)))
-    with right:
-        figure = accuracy_figure(history, run.config, x_axis, smoothing)
-        shown = described("Accuracy", history.recent(history.accuracies))
-        live_chart("accuracy", figure, revision=revision, description=shown)
-
-
-def chart_options() -> None:
-    with st.container(horizontal=True, gap="large"):
-        st.segmented_control("X axis", X_AXES, default=X_AXES[0], required=True, key="x_axis", persist_state="session")
-        st.slider("Smoothing", 0.0, 0.99, DEFAULT_SMOOTHING, key="smoothing", width=240, persist_state="session")
-        st.toggle("Log scale for loss", key="log_scale", persist_state="session")
+    return [
+        Tile("Training accuracy", number(right, ".2%"), loss_text(history.recent(history.losses))),
+        Tile(
+            "Validation accuracy",
+            number(last.val_accuracy if last else None, ".2%"),
+            loss_text(last.val_loss if last else None),
+        ),
+        Tile(
+            "Test accuracy",
+            number(state.test_accuracy, ".2%"),
+            "when it ends" if run.is_live else loss_text(state.test_loss),
+        ),
+        Tile(
+            "Time so far" if run.is_live else "Total time",
+            duration(run.seconds),
+            f"{speed:,.0f} images/s" if speed else "",
+        ),
+    ]
 
 
 def lookout(runs: RunManager, known: str | None) -> None:
     """Follow a run that starts in another tab or program: a class has its pages open before the teacher begins."""
-    newest = runs.latest()
-    if (newest.id if newest else None) != known:
+    current = runs.current()
+    if (current.id if current else None) != known:
         st.rerun()
 
 
@@ -318,8 +460,8 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def loss_text(value: float | None) -> str | None:
-    return None if value is None else f"loss {value:.3f}" if value < 1000 else f"loss {value:.1e}"
+def loss_text(value: float | None) -> str:
+    return "" if value is None else f"loss {value:.3f}" if value < 1000 else f"loss {value:.1e}"
 
 
 def duration(seconds: float) -> str:

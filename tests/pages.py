@@ -37,7 +37,10 @@ def button(app: AppTest, label: str) -> Any:
 def text(app: AppTest) -> str:
     """All that the page says in sentences, captions and figures."""
     elements = (*app.markdown, *app.caption, *app.info, *app.warning, *app.error)
-    return "\n".join([str(each.value) for each in elements] + [f"{each.label}: {each.value}" for each in app.metric])
+    figures = [f"{each.label}: {each.value}" for each in app.metric]
+    for index in range(len(app.get("bidi_component"))):
+        figures += [f"{label}: {value}" for label, value, _ in component_data(app, index).get("tiles", ())]
+    return "\n".join([str(each.value) for each in elements] + figures)
 
 
 def component_data(app: AppTest, index: int = 0) -> dict[str, Any]:

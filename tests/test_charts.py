@@ -5,9 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mnist_trainer.charts import MAX_BUCKETS, X_AXES, accuracy_figure, extremes, loss_figure, smoothed
+from mnist_trainer.charts import (
+    MAX_BUCKETS,
+    MAX_COMPARED,
+    X_AXES,
+    accuracy_figure,
+    comparison_figures,
+    extremes,
+    loss_figure,
+    smoothed,
+)
 from mnist_trainer.config import TrainConfig
-from mnist_trainer.history import EpochEnd, Floats, History, Snapshot
+from mnist_trainer.history import EpochEnd, Floats, History, RateChange, Snapshot
 
 CONFIG = TrainConfig(device="cpu", epochs=5)  # 391 steps an epoch
 
@@ -121,7 +130,7 @@ def test_every_line_says_which_set_it_is_from(x_axis: str, steps: int) -> None:
         loss_figure(recorded, CONFIG, x_axis, 0.9, is_log=True),
         accuracy_figure(recorded, CONFIG, x_axis, 0),
     ):
-        assert [trace["name"] for trace in figure["data"]] == ["training", "training, smoothed", "validation"]
+        assert [trace["name"] for trace in figure["data"]] == ["training", "smoothed", "validation"]
         assert [len(trace["x"]) == len(trace["y"]) for trace in figure["data"]] == [True] * 3
         assert [bool(len(trace["x"])) for trace in figure["data"]] == [steps > 0, steps > 0, steps > 391]
         assert figure["layout"]["xaxis"]["title"]["text"] == x_axis
@@ -135,3 +144,34 @@ def test_only_the_loss_may_have_a_logarithmic_axis() -> None:
     assert "type" not in accuracy_axis
     assert accuracy_axis["range"][0] == 0
     assert accuracy_axis["range"][1] >= 1
+
+
+@pytest.mark.parametrize(("x_axis", "places"), [("step", [0, 100]), ("epoch", [0, 100 / 391]), ("seconds", [0, 1])])
+def test_a_moved_learning_rate_is_marked_where_it_was_moved(x_axis: str, places: list[float]) -> None:
+    recorded = History()
+    recorded.add_steps(*np.tile(np.arange(1, 201, dtype=np.float32) / 100, (3, 1)).tolist())
+    recorded.set_rates([RateChange(0, 0.25), RateChange(100, 0.001)])
+    for figure in (
+        loss_figure(recorded.snapshot(), CONFIG, x_axis, 0.9, is_log=True),
+        accuracy_figure(recorded.snapshot(), CONFIG, x_axis, 0.9),
+    ):
+        assert [shape["x0"] for shape in figure["layout"]["shapes"]] == pytest.approx(places)
+        assert [note["text"] for note in figure["layout"]["annotations"]] == ["lr 0.25", "lr 0.001"]
+
+
+@pytest.mark.parametrize("x_axis", X_AXES)
+def test_compared_runs_are_drawn_each_in_its_own_colour_and_mark(x_axis: str) -> None:
+    runs = [(f"run {number}", history(391 * (number + 1)), CONFIG) for number in range(MAX_COMPARED + 2)]
+    runs.append(("empty", history(0), CONFIG))
+    for figure, value in zip(comparison_figures(runs, x_axis, 0.9, is_log=False), (1.0, 0.5), strict=True):
+        lines, marks = figure["data"][::2], figure["data"][1::2]
+        assert [line["name"] for line in lines] == [f"run {number}" for number in range(MAX_COMPARED)]
+        assert [mark["name"] for mark in marks] == [f"run {number}, validation" for number in range(MAX_COMPARED)]
+        assert (
+            len({mark["marker"]["symbol"] for mark in marks}) == len({line["color"] for line in lines}) == MAX_COMPARED
+        )
+        assert [len(mark["y"]) for mark in marks] == list(range(1, MAX_COMPARED + 1))
+        assert all(mark["y"][0] == pytest.approx(value) for mark in marks)  # after the first epoch
+        assert figure["layout"]["xaxis"]["title"]["text"] == x_axis
+    loss, right = comparison_figures(runs[-1:], x_axis, 0.9, is_log=True)
+    assert [len(trace["x"]) for trace in (*loss["data"], *right["data"])] == [0, 0, 0, 0]

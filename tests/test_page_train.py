@@ -1,6 +1,8 @@
 """The Train page, as a user reads it."""
 
 import dataclasses
+import time
+from collections.abc import Callable
 
 import pytest
 from streamlit.testing.v1 import AppTest
@@ -8,7 +10,8 @@ from streamlit.testing.v1 import AppTest
 from mnist_trainer import devices, trainer
 from mnist_trainer.config import TrainConfig
 from mnist_trainer.devices import Device
-from mnist_trainer.runs import Run, RunManager
+from mnist_trainer.run import Run
+from mnist_trainer.runs import RunManager
 from tests.pages import button, click, component_data, open_page, rerun, text
 
 PAGE = "pages/train.py"
@@ -20,6 +23,14 @@ def ended(app: RunManager) -> Run:
     assert run is not None
     assert run.ended.wait(60)
     return run
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for `condition`, which no event tells of."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
 
 
 def set_number(page: AppTest, key: str, value: float | None) -> None:
@@ -42,23 +53,119 @@ def test_a_run_goes_from_start_to_test_accuracy(app: RunManager) -> None:
     rerun(page)
     assert f"Test accuracy: {run.state.test_accuracy:.2%}" in text(page)
     assert not button(page, "Start training").disabled
-    loss, right = component_data(page, 0), component_data(page, 1)
-    for chart in (loss, right):
-        assert [trace["name"] for trace in chart["traces"]] == ["training", "training, smoothed", "validation"]
+    for chart in component_data(page)["charts"]:
+        assert [trace["name"] for trace in chart["traces"]] == ["training", "smoothed", "validation"]
     click(page, "Draw a digit")
     assert page.header[0].value == "Draw a digit"
 
 
-def test_while_it_trains_it_shows_progress_and_only_stop_is_offered(app: RunManager) -> None:
+def test_while_it_trains_it_can_be_stopped(app: RunManager) -> None:
     run = app.start(LONG)
     page = open_page(PAGE)
-    assert button(page, "Start training").disabled
     assert "Test accuracy: –" in text(page)
     click(page, "Stop")
     assert run.ended.wait(10)
     assert run.state.status == "stopped"
     rerun(page)
-    assert not button(page, "Start training").disabled
+    assert [button(page, label).disabled for label in ("Start training", "Pause", "Step", "Stop")] == [
+        False,
+        *3 * [True],
+    ]
+
+
+def test_a_run_can_be_paused_taken_step_by_step_and_let_go_on(app: RunManager) -> None:
+    run = app.start(LONG)
+    page = click(open_page(PAGE), "Pause")
+    assert run.state.status == "paused"
+    assert "· paused" in progress(page)
+    steps = run.snapshot().steps
+    for more in (1, 2, 3):
+        click(page, "Step")
+        assert run.snapshot().steps == steps + more
+    click(page, "Go on")
+    assert run.state.status == "running"
+    click(page, "Step")  # pauses, and takes one
+    assert run.state.status == "paused"
+    click(page, "Stop")
+    assert ended(app).state.status == "stopped"
+
+
+def test_the_learning_rate_can_be_moved_while_it_trains(app: RunManager) -> None:
+    run = app.start(LONG)
+    page = open_page(PAGE)
+    (slider,) = page.select_slider
+    assert slider.value == 0.5
+    slider.set_value(0.02)
+    rerun(page)
+    assert run.learning_rate == 0.02
+    (change,) = run.snapshot().rates
+    until(lambda: component_data(rerun(page))["charts"][0]["layout"]["annotations"])  # made once a tick for all pages
+    layout = component_data(page)["charts"][0]["layout"]
+    assert (layout["annotations"][0]["text"], layout["shapes"][0]["x0"]) == ("lr 0.02", change.step)
+    assert open_page(PAGE).select_slider[0].value == 0.02  # another tab shows what is in force
+    page.select_slider[0].set_value(1.0)
+    rerun(page)
+    assert [rate.learning_rate for rate in run.snapshot().rates] == [0.02, 1.0]
+
+
+def test_a_second_run_waits_in_the_queue_shows_its_place_and_can_be_withdrawn(app: RunManager) -> None:
+    first = app.start(LONG)
+    page = open_page(PAGE, epochs="2")
+    click(page, "Queue it")
+    second = app.waiting[0]
+    assert second.config.epochs == 2
+    assert second.id in text(page)
+    assert "place 1 of 1 in the queue" in progress(page)
+    third = app.start(LONG)
+    assert "place 2 of 2 in the queue" in progress(open_page(PAGE, run=third.id))
+    click(page, "Withdraw")
+    assert second.state.status == "stopped"
+    assert "withdrawn" in page.warning[0].value
+    assert "place 1 of 1 in the queue" in progress(open_page(PAGE, run=third.id))
+    app.stop(first)
+    assert first.ended.wait(20)
+    until(lambda: third.state.status == "running")
+    assert third.id in text(open_page(PAGE))  # a page that was not told which run shows the one that trains
+
+
+def test_a_double_click_queues_one_run(app: RunManager) -> None:
+    app.start(LONG)
+    page = click(open_page(PAGE), "Queue it")
+    click(page, "Queue it")
+    assert len(app.waiting) == 1
+
+
+def test_a_stopped_run_resumes_where_it_was(app: RunManager) -> None:
+    stopped = app.start(TrainConfig(epochs=3))
+    until(lambda: stopped.snapshot().steps)
+    stopped.request_stop()
+    steps = ended(app).snapshot().steps
+    page = click(open_page(PAGE), "Resume")
+    run = ended(app)
+    assert (run.id, run.state.status, run.snapshot().steps) == (stopped.id, "finished", 3 * 391)
+    assert [change.step for change in run.state.changes if change.status == "running"] == [0, steps]
+    assert "Resume" not in [each.label for each in rerun(page).button]
+
+
+def test_a_finished_run_is_continued_as_a_new_one(app: RunManager) -> None:
+    parent = app.start(TrainConfig(epochs=1))
+    assert parent.ended.wait(60)
+    page = open_page(PAGE)
+    set_number(page, f"more epochs {parent.id}", 2)
+    set_number(page, f"more rate {parent.id}", 0.1)
+    click(page, "Continue training")
+    run = ended(app)
+    assert (run.origin.parent, run.config.epochs, run.learning_rate) == (parent.id, 3, 0.1)
+    assert run.snapshot().epochs[0] == parent.snapshot().epochs[0]
+    assert run.id in text(rerun(page))
+    set_number(page, f"more epochs {run.id}", 0)
+    click(page, "Continue training")
+    assert "Epochs must be a whole number from 1 to 1,000; 0 is not." in page.error[0].value
+
+
+def progress(page: AppTest) -> str:
+    """The text of the progress bar."""
+    return str(component_data(page)["progress"]["text"])
 
 
 @pytest.mark.parametrize(
@@ -158,7 +265,7 @@ def test_a_run_that_diverges_says_at_which_step_and_offers_a_smaller_learning_ra
     ended(app)
     rerun(page)
     assert "stopped being a finite number at step" in page.error[0].value
-    assert len(page.get("bidi_component")) == 2  # its charts are kept
+    assert len(component_data(page)["charts"]) == 2  # its charts are kept
     click(page, "Try learning rate 0.5")
     again = app.training or ended(app)
     assert again.config.learning_rate == 0.5
@@ -174,11 +281,11 @@ def test_trying_again_a_run_of_another_machine_says_that_its_device_is_not_here(
     assert app.latest() is run
 
 
-def test_two_starts_at_once_show_the_run_that_was_faster(app: RunManager) -> None:
+def test_of_two_starts_at_once_one_waits(app: RunManager) -> None:
     page = open_page(PAGE)
-    run = app.start(LONG)  # between the page's last run and its click
+    app.start(LONG)  # between the page's last run and its click
     click(page, "Start training")
-    assert run.id in text(page)
+    assert "place 1 of 1 in the queue" in progress(page)
     assert not page.error
 
 
@@ -238,10 +345,10 @@ def test_a_damaged_run_is_passed_over(app: RunManager) -> None:
 def test_chart_options_change_the_charts(app: RunManager) -> None:
     assert app.start(TrainConfig(epochs=1)).ended.wait(60)
     page = open_page(PAGE)
-    assert component_data(page)["layout"]["xaxis"]["title"]["text"] == "step"
+    assert component_data(page)["charts"][0]["layout"]["xaxis"]["title"]["text"] == "step"
     page.segmented_control(key="x_axis").set_value("epoch")
     page.toggle(key="log_scale").set_value(True)
-    layout = component_data(rerun(page))["layout"]
+    layout = component_data(rerun(page))["charts"][0]["layout"]
     assert layout["xaxis"]["title"]["text"] == "epoch"
     assert layout["yaxis"]["type"] == "log"
 

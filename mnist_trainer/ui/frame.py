@@ -11,19 +11,24 @@ import streamlit as st
 from mnist_trainer.errors import MnistTrainerError
 
 if TYPE_CHECKING:
-    from mnist_trainer.runs import Run, RunManager
+    from mnist_trainer.run import Run
+    from mnist_trainer.runs import RunManager
 
 PAGES = (
     ("app.py", "Home", ":material/home:"),
     ("pages/train.py", "Train", ":material/model_training:"),
     ("pages/draw.py", "Draw", ":material/draw:"),
+    ("pages/runs.py", "Runs", ":material/folder_open:"),
 )
 # Less room at the top, so that charts fit a projector; no keyboard shortcut on what has no keyboard.
 STYLE = """<style>
-.stMainBlockContainer { padding-top: 3rem }
+.stMainBlockContainer { padding: 4rem 3rem 2rem }
+@media (max-width: 640px) { .stMainBlockContainer { padding: 4rem 1rem 2rem } }
 @media (hover: none) { [data-testid="stMain"] kbd { display: none } }
 </style>"""
 STATUS_COLORS = {
+    "queued": "gray",
+    "paused": "violet",
     "running": "blue",
     "finished": "green",
     "stopped": "orange",
@@ -49,8 +54,9 @@ def page(title: str) -> Iterator["RunManager"]:
         runs = manager()
         if training := runs.training:
             with st.sidebar:
-                st.badge("A run is training", icon=":material/bolt:", color="blue")
-                st.caption(training.id)
+                st.badge(f"A run is {training.state.status}", icon=":material/bolt:", color="blue")
+                waiting = len(runs.waiting)
+                st.caption(plain(training.name) + f" · {waiting} waiting" * bool(waiting))
         yield runs
 
 
@@ -65,7 +71,10 @@ def errors_shown() -> Iterator[None]:
 
 def plain(text: object) -> str:
     """`text` as it stands: what came with an address may hold Markdown, which would fetch a picture from anywhere."""
-    return re.sub(r"([\\`*_\[\]<>$~#|])", r"\\\1", str(text))
+    # An underscore inside a word is one. Streamlit makes icons and links even of what is escaped: a space of no
+    # width keeps it from finding them.
+    text = re.sub(r"(:(?=//|[\w/+-]+:)|\bwww(?=\.)|(?<=\w)@(?=\w))", "\\1\u200b", str(text))
+    return re.sub(r"([\\`*\[\]<>$~#|]|(?<![a-zA-Z0-9])_|_(?![a-zA-Z0-9]))", r"\\\1", text)
 
 
 @st.cache_resource(show_spinner="Starting PyTorch …", on_release=lambda runs: runs.shutdown())
@@ -90,6 +99,6 @@ def settings_line(run: "Run") -> str:
     config = run.config
     return (
         f"{run.state.device_label or config.device} · hidden size {config.hidden_size:,} · "
-        f"learning rate {config.learning_rate:g} · {config.epochs:,} epoch{'s' * (config.epochs != 1)} · "
+        f"learning rate {run.rates_text} · {config.epochs:,} epoch{'s' * (config.epochs != 1)} · "
         f"batch {config.batch_size:,}"
     )

@@ -110,7 +110,7 @@ def test_a_finished_run_shows_its_test_accuracy_and_leads_to_drawing(pages: Page
     page = pages.open("/train?epochs=1")
     start(page)
     expect(page.get_by_text("finished", exact=True)).to_be_visible()
-    expect(page.get_by_test_id("stMetric").filter(has_text="Test accuracy")).to_contain_text(re.compile(r"9\d\.\d\d%"))
+    expect(page.locator(".live dl div").filter(has_text="Test accuracy")).to_contain_text(re.compile(r"9\d\.\d\d%"))
     page.get_by_role("button", name="Draw a digit").click()
     expect(page.get_by_role("img", name="Drawing area")).to_be_visible()
 

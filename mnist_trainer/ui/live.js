@@ -1,6 +1,7 @@
-// A Plotly chart on a stable element. Streamlit calls the default export after every rerun.
+// A run as it learns: progress, figures and Plotly charts, each updated in place.
+// Streamlit calls the default export after every rerun.
 
-const charts = new WeakMap() // mounted element -> LiveChart
+const panels = new WeakMap() // mounted element -> LivePanel
 const IS_TOUCH = matchMedia("(hover: none)").matches // a finger scrolls the page: it does not zoom the chart
 let plotlyLoading = null // one <script> serves all charts of the page
 
@@ -100,8 +101,11 @@ class LiveChart {
       hoverlabel: { bgcolor: this.property("background-color"), font: { color: this.property("text-color") }, namelength: -1 },
       hovermode: "x",
       dragmode: IS_TOUCH ? false : "zoom",
+      modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: "#8a93a3", activecolor: this.property("text-color") }, // beside the legend
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
       ...data.layout,
+      shapes: data.layout.shapes?.map(shape => ({ line: { width: 1, dash: "dot", color: this.property("text-color") }, opacity: 0.6, ...shape })),
+      annotations: data.layout.annotations?.map(note => ({ xanchor: "left", yanchor: "top", font: { size: 13 }, ...note })),
       xaxis: { ...axis, ...data.layout.xaxis },
       yaxis: { ...axis, ...data.layout.yaxis },
     }
@@ -115,15 +119,70 @@ class LiveChart {
   }
 }
 
+class LivePanel {
+  constructor(root) {
+    this.root = root
+    this.charts = []
+  }
+
+  update(data) {
+    const { progress } = data
+    const bar = this.root.querySelector(".progress")
+    bar.hidden = !progress
+    if (progress) {
+      bar.querySelector(".text").textContent = progress.text
+      bar.querySelector(".bar div").style.width = `${100 * progress.share}%`
+      const track = bar.querySelector(".bar")
+      track.setAttribute("aria-valuenow", Math.round(100 * progress.share))
+      track.setAttribute("aria-valuetext", progress.text)
+    }
+    this.updateTiles(data.tiles)
+    this.updateCharts(data)
+  }
+
+  updateTiles(tiles) {
+    const list = this.root.querySelector("dl")
+    while (list.children.length > tiles.length) list.lastChild.remove()
+    while (list.children.length < tiles.length) {
+      const tile = document.createElement("div")
+      tile.append(...["dt", "dd", "dd"].map(name => document.createElement(name)))
+      tile.children[1].className = "value"
+      tile.children[2].className = "below"
+      list.append(tile)
+    }
+    tiles.forEach((texts, i) => texts.forEach((text, j) => (list.children[i].children[j].textContent = text)))
+  }
+
+  updateCharts({ charts, ...shared }) {
+    const place = this.root.querySelector(".charts")
+    while (this.charts.length > charts.length) {
+      const chart = this.charts.pop()
+      chart.remove()
+      chart.element.remove()
+    }
+    while (this.charts.length < charts.length) {
+      const element = document.createElement("div")
+      element.className = "live-chart"
+      place.append(element)
+      this.charts.push(new LiveChart(element))
+    }
+    charts.forEach((chart, i) => this.charts[i].update({ ...shared, ...chart }))
+  }
+
+  remove() {
+    this.charts.forEach(chart => chart.remove())
+  }
+}
+
 export default function ({ parentElement, data }) {
-  let chart = charts.get(parentElement)
-  if (!chart) charts.set(parentElement, (chart = new LiveChart(parentElement.querySelector(".live-chart"))))
-  chart.update(data)
+  let panel = panels.get(parentElement)
+  if (!panel) panels.set(parentElement, (panel = new LivePanel(parentElement.querySelector(".live"))))
+  panel.update(data)
   // Streamlit also runs the clean-up of a call that a newer one overtook: remove only what has left the page.
   return () =>
     setTimeout(() => {
-      if (chart.element.isConnected) return
-      chart.remove()
-      charts.delete(parentElement)
+      if (panel.root.isConnected) return
+      panel.remove()
+      panels.delete(parentElement)
     })
 }
