@@ -250,10 +250,12 @@ def continue_settings(runs: RunManager, run: Run) -> None:
 def start(runs: RunManager) -> None:
     """Callback of Start training: the controls' values have come with the click."""
     settings = {setting: whole(st.session_state[key], setting) for key, setting in SETTINGS.items()}
-    # A double click is one wish.
-    before, st.session_state[STARTED] = st.session_state.get(STARTED), (settings, time.monotonic())
-    if not before or before[0] != settings or time.monotonic() - before[1] > DOUBLE_CLICK_SECONDS:
-        begin(lambda: runs.start(TrainConfig.from_json(settings)))
+    before, at, earlier = st.session_state.get(STARTED, ({}, 0.0, None))
+    is_double_click = settings == before and time.monotonic() - at < DOUBLE_CLICK_SECONDS
+    if is_double_click and earlier.is_live:  # one wish; another one, once that run is over
+        return
+    if run := begin(lambda: runs.start(TrainConfig.from_json(settings))):
+        st.session_state[STARTED] = settings, time.monotonic(), run
 
 
 def retry(runs: RunManager, run_id: str, learning_rate: float) -> None:
@@ -278,15 +280,16 @@ def continue_run(runs: RunManager, run_id: str, epochs_key: str, rate_key: str) 
     begin(lambda: runs.continue_run(run_id, epochs, check_learning_rate(learning_rate)))
 
 
-def begin(make: Callable[[], Run]) -> None:
+def begin(make: Callable[[], Run]) -> Run | None:
     """Show the run that `make` gives, or say why there is none."""
     try:
         run = make()
     except MnistTrainerError as error:
         st.session_state[ADVICE] = str(error)
-    else:
-        st.session_state.pop(ADVICE, None)
-        show(run.id)
+        return None
+    st.session_state.pop(ADVICE, None)
+    show(run.id)
+    return run
 
 
 def whole(value: Any, setting: str) -> Any:

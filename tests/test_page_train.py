@@ -128,6 +128,14 @@ def test_a_second_run_waits_in_the_queue_shows_its_place_and_can_be_withdrawn(ap
     assert third.id in text(open_page(PAGE))  # a page that was not told which run shows the one that trains
 
 
+def test_the_same_run_can_be_started_again_right_after_a_stop(app: RunManager) -> None:
+    page = click(open_page(PAGE, epochs="1000"), "Start training")
+    click(page, "Stop")
+    click(page, "Start training")
+    assert app.training is not None
+    assert len(app.all()) == 2
+
+
 def test_a_double_click_queues_one_run(app: RunManager) -> None:
     app.start(LONG)
     page = click(open_page(PAGE), "Queue it")

@@ -178,7 +178,7 @@ async def start_run(server: str) -> None:
         await page.ask(pressed="Start training")
         await page.is_ready.wait()
     tab.cancel()
-    if page.faults or "Add to the queue" not in page.buttons:
+    if page.faults or "Queue it" not in page.buttons:
         raise RuntimeError(f"The run did not start. {page.faults}")
 
 
