@@ -2,6 +2,7 @@
 
 import gc
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ STYLE = """<style>
 @media (max-width: 640px) { .stMainBlockContainer { padding: 4rem 1rem 2rem } }
 @media (hover: none) { [data-testid="stMain"] kbd { display: none } }
 </style>"""
+SWITCH_SECONDS = 0.02  # Python's own is 0.005
 STATUS_COLORS = {
     "queued": "gray",
     "paused": "violet",
@@ -86,6 +88,9 @@ def manager() -> "RunManager":
     # PyTorch's 400,000 objects need no looking through at each later garbage collection.
     gc.collect()
     gc.freeze()
+    # A page that refreshes is made in one go, rather than taking turns with the training thread at every step:
+    # with thirty pages open, a run keeps some five points more of its speed. (Shorter intervals halve it.)
+    sys.setswitchinterval(SWITCH_SECONDS)
     return runs
 
 
