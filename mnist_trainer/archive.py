@@ -17,11 +17,11 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from .config import HOME_VARIABLE, TrainConfig, parameter_count, readable_bytes
+from .config import TrainConfig, parameter_count, readable_bytes
 from .errors import ArchiveError, RunFolderError
 from .history import History
 from .prediction import model_of
-from .store import ID, RunFolder, sync_folder
+from .store import ID, RunFolder, cannot_be_kept, numbered, sync_folder
 
 # Read in this order, a run that trains meanwhile gives a history that is never behind its checkpoint, and steps
 # that are never behind the epochs they end.
@@ -96,10 +96,7 @@ def import_run(home: Path, source: BinaryIO, name: str) -> str:
     except RunFolderError as error:  # a reader's own sentence
         raise ArchiveError(str(error)) from error
     except OSError as error:
-        raise RunFolderError(
-            f"The run cannot be kept in {home} ({error.strerror or error}). "
-            f"Make room or make it writable, or set {HOME_VARIABLE} to another folder."
-        ) from error
+        raise cannot_be_kept(home, error) from error
 
 
 def check_tensors(values: object, max_bytes: float = math.inf) -> None:
@@ -303,8 +300,7 @@ def _sweep(runs: Path) -> None:
 
 
 def _put_in_place(path: Path, runs: Path) -> str:
-    for number in range(1, 1_000):
-        target = runs / (path.name if number == 1 else f"{path.name}-{number}")
+    for target in numbered(runs, path.name):
         if target.exists():  # an empty folder would be replaced
             continue
         try:

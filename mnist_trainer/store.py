@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,6 +51,20 @@ def home_folder() -> Path:
     """Where runs and data are kept: `MNIST_TRAINER_HOME`, or `mnist-trainer` in the user's home."""
     chosen = os.environ.get(HOME_VARIABLE, "").strip()
     return Path(chosen).expanduser().absolute() if chosen else Path.home() / "mnist-trainer"
+
+
+def cannot_be_kept(home: Path, error: OSError) -> RunFolderError:
+    """What to say when a new run finds no place."""
+    return RunFolderError(
+        f"The run cannot be kept in {home} ({error.strerror or error}). "
+        f"Make room or make it writable, or set {HOME_VARIABLE} to another folder."
+    )
+
+
+def numbered(runs: Path, name: str) -> Iterator[Path]:
+    """Where a run with this name may go: as it is, or with a number behind it."""
+    yield runs / name
+    yield from (runs / f"{name}-{number}" for number in range(2, 1000))
 
 
 def rates_file(rates: Iterable[RateChange]) -> bytes:
@@ -114,10 +128,7 @@ class RunFolder:
             if folder:
                 folder.lock.release()
                 shutil.rmtree(folder.path, ignore_errors=True)  # it takes room, where there may be none
-            raise RunFolderError(
-                f"The run cannot be kept in {home} ({error.strerror or error}). "
-                f"Make room or make it writable, or set {HOME_VARIABLE} to another folder."
-            ) from error
+            raise cannot_be_kept(home, error) from error
         return folder
 
     @classmethod
@@ -624,8 +635,7 @@ def _refuse(constant: str) -> None:
 
 def _new_folder(runs: Path, name: str) -> Path:
     runs.mkdir(parents=True, exist_ok=True)
-    for number in range(1, 1000):
-        path = runs / (name if number == 1 else f"{name}-{number}")
+    for path in numbered(runs, name):
         try:
             path.mkdir()
         except FileExistsError:

@@ -1,8 +1,6 @@
 """The Train page, as a user reads it."""
 
 import dataclasses
-import time
-from collections.abc import Callable
 
 import pytest
 from streamlit.testing.v1 import AppTest
@@ -13,6 +11,7 @@ from mnist_trainer.devices import Device
 from mnist_trainer.run import Run
 from mnist_trainer.runs import RunManager
 from tests.pages import button, click, component_data, open_page, rerun, text
+from tests.running import until
 
 PAGE = "pages/train.py"
 LONG = TrainConfig(epochs=1000)
@@ -23,14 +22,6 @@ def ended(app: RunManager) -> Run:
     assert run is not None
     assert run.ended.wait(60)
     return run
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for `condition`, which no event tells of."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def set_number(page: AppTest, key: str, value: float | None) -> None:
@@ -75,6 +66,7 @@ def test_while_it_trains_it_can_be_stopped(app: RunManager) -> None:
 
 def test_a_run_can_be_paused_taken_step_by_step_and_let_go_on(app: RunManager) -> None:
     run = app.start(LONG)
+    until(lambda: run.snapshot().steps)  # loading MNIST may take longer than the page waits for a pause
     page = click(open_page(PAGE), "Pause")
     assert run.state.status == "paused"
     assert "· paused" in progress(page)
