@@ -20,6 +20,8 @@ from .model import MnistModel
 # A device must agree with the CPU this closely after so many steps, or its arithmetic is off (seen on MPS).
 CHECK_STEPS, CHECK_TOLERANCE = 20, 0.01
 USABLE_MEMORY = 0.9  # of what is free: others need some too
+# What PyTorch says of full memory, by device and system.
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 
 _probe_lock = threading.Lock()
 
@@ -169,6 +171,12 @@ def first_sentence(error: BaseException | str) -> str:
     """The first line of an error's text, without the closing full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].partition(". ")[0].rstrip(".")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that a device's memory, or the machine's, is full."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in text for part in OUT_OF_MEMORY)
 
 
 def _loss_after_steps(device: str) -> float:

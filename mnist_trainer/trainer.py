@@ -18,7 +18,7 @@ from . import data
 from .advice import SHORT_STALL_STEPS, STALL_STEPS, better_learning_rate, stall_warning
 from .config import TRAIN_SIZE, TrainConfig
 from .control import Control
-from .devices import first_sentence, to_device
+from .devices import first_sentence, is_out_of_memory, to_device
 from .errors import MnistTrainerError
 from .history import EpochEnd, RateChange
 from .model import Batch, MnistModel
@@ -36,8 +36,6 @@ RETRY_SECONDS = 1.0  # how often a full disk is tried again
 # Below this hidden size a second thread costs more than it brings; on a machine that also runs the
 # server and a browser, threads that wait for each other cost most of the speed.
 ONE_THREAD_BELOW = 256
-# What PyTorch says of full memory, by device and system.
-OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 
 _init_lock = threading.Lock()
 _all_threads = torch.get_num_threads()
@@ -454,8 +452,7 @@ def _fail(run: "Run", recorder: _Recorder | None, error: Exception) -> None:
     log.error("Run %s failed: %s", run.id, error, exc_info=None if is_told else error)
     if recorder:
         _salvage(recorder)
-    text = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in text for part in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         half = max(1, run.config.batch_size // 2)
         message = (
             f"{run.state.device_label} is out of memory at batch size {run.config.batch_size:,}. "

@@ -15,7 +15,7 @@ from mnist_trainer.errors import MnistTrainerError
 from mnist_trainer.run import Run
 from mnist_trainer.runs import RunManager
 from mnist_trainer.ui.frame import errors_shown, page, plain, settings_line, status_badge
-from mnist_trainer.ui.live import Tile, chart_looks, chart_options, live, live_data, refresh_seconds, shared
+from mnist_trainer.ui.live import Panel, Tile, chart_looks, chart_options, live, live_data, refresh_seconds, shared
 
 LOOKOUT_SECONDS = 5.0  # for a run that somebody else starts
 MAX_ADDRESS_CHARACTERS = 200
@@ -395,7 +395,7 @@ def panel_data(runs: RunManager, run: Run, x_axis: str, smoothing: float, is_log
     ]
     progress = (history.steps / run.config.total_steps, progress_text(runs, run)) if run.is_live else None
     # Zoom is kept until another run or axis is shown.
-    return live_data(charts, f"{run.id} {x_axis}", tiles(run), progress)
+    return live_data(charts, f"{run.id} {x_axis}", [Panel(tiles(run), progress)])
 
 
 def place(runs: RunManager, run: Run) -> str:

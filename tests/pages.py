@@ -39,7 +39,8 @@ def text(app: AppTest) -> str:
     elements = (*app.markdown, *app.caption, *app.info, *app.warning, *app.error)
     figures = [f"{each.label}: {each.value}" for each in app.metric]
     for index in range(len(app.get("bidi_component"))):
-        figures += [f"{label}: {value}" for label, value, _ in component_data(app, index).get("tiles", ())]
+        for panel in component_data(app, index).get("panels", ()):
+            figures += [f"{label}: {value}" for label, value, _ in panel["tiles"]]
     return "\n".join([str(each.value) for each in elements] + figures)
 
 

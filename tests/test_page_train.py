@@ -165,7 +165,7 @@ def test_a_finished_run_is_continued_as_a_new_one(app: RunManager) -> None:
 
 def progress(page: AppTest) -> str:
     """The text of the progress bar."""
-    return str(component_data(page)["progress"]["text"])
+    return str(component_data(page)["panels"][0]["progress"][1])
 
 
 @pytest.mark.parametrize(

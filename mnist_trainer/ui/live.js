@@ -40,7 +40,7 @@ class LiveChart {
 
   update(data) {
     this.data = data
-    this.element.style.height = `${data.height}px` // at once, so that the page does not jump later
+    this.element.style.height = `${data.layout.height ?? data.height}px` // at once, so that the page does not jump later
     this.element.setAttribute("role", "img")
     this.element.setAttribute("aria-label", data.description)
     this.draw()
@@ -119,38 +119,65 @@ class LiveChart {
   }
 }
 
+function newElement(name, className = "") {
+  const element = document.createElement(name)
+  element.className = className
+  return element
+}
+
+// Gives `list` so many children, made by `make`; those that stay are updated in place.
+function resize(list, count, make) {
+  while (list.children.length > count) list.lastChild.remove()
+  while (list.children.length < count) list.append(make())
+}
+
+function newPanel() {
+  const panel = newElement("section", "panel")
+  const bar = newElement("div", "bar")
+  bar.setAttribute("role", "progressbar")
+  bar.setAttribute("aria-valuemin", 0)
+  bar.setAttribute("aria-valuemax", 100)
+  bar.append(newElement("div"))
+  const progress = newElement("div", "progress")
+  progress.append(newElement("div", "text"), bar)
+  panel.append(newElement("h3", "title"), progress, newElement("dl"))
+  return panel
+}
+
+function newTile() {
+  const tile = newElement("div")
+  tile.append(newElement("dt"), newElement("dd", "value"), newElement("dd", "below"))
+  return tile
+}
+
+function updatePanel(element, { title, tiles, progress }) {
+  const [heading, progressElement, list] = element.children
+  heading.textContent = title
+  heading.hidden = !title
+  progressElement.hidden = !progress
+  if (progress) {
+    const [share, text] = progress
+    const [textElement, bar] = progressElement.children
+    textElement.textContent = text
+    bar.firstChild.style.width = `${100 * share}%`
+    bar.setAttribute("aria-valuenow", Math.round(100 * share))
+    bar.setAttribute("aria-valuetext", text)
+  }
+  resize(list, tiles.length, newTile)
+  tiles.forEach((texts, i) => texts.forEach((text, j) => (list.children[i].children[j].textContent = text)))
+}
+
 class LivePanel {
   constructor(root) {
     this.root = root
     this.charts = []
   }
 
-  update(data) {
-    const { progress } = data
-    const bar = this.root.querySelector(".progress")
-    bar.hidden = !progress
-    if (progress) {
-      bar.querySelector(".text").textContent = progress.text
-      bar.querySelector(".bar div").style.width = `${100 * progress.share}%`
-      const track = bar.querySelector(".bar")
-      track.setAttribute("aria-valuenow", Math.round(100 * progress.share))
-      track.setAttribute("aria-valuetext", progress.text)
-    }
-    this.updateTiles(data.tiles)
+  update({ panels, ...data }) {
+    const place = this.root.querySelector(".panels")
+    resize(place, panels.length, newPanel)
+    panels.forEach((panel, i) => updatePanel(place.children[i], panel))
     this.updateCharts(data)
-  }
-
-  updateTiles(tiles) {
-    const list = this.root.querySelector("dl")
-    while (list.children.length > tiles.length) list.lastChild.remove()
-    while (list.children.length < tiles.length) {
-      const tile = document.createElement("div")
-      tile.append(...["dt", "dd", "dd"].map(name => document.createElement(name)))
-      tile.children[1].className = "value"
-      tile.children[2].className = "below"
-      list.append(tile)
-    }
-    tiles.forEach((texts, i) => texts.forEach((text, j) => (list.children[i].children[j].textContent = text)))
   }
 
   updateCharts({ charts, ...shared }) {

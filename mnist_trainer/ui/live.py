@@ -35,14 +35,7 @@ SEEN_SECONDS = 6.0  # a page that has not refreshed for so long is closed
 
 _HERE = Path(__file__)
 _STATIC = _HERE.parents[2] / "static"  # beside app.py, where Streamlit serves it from
-_HTML = """<div class="live">
-<div class="progress" hidden>
-<div class="text"></div>
-<div class="bar" role="progressbar" aria-valuemin="0" aria-valuemax="100"><div></div></div>
-</div>
-<dl></dl>
-<div class="charts"></div>
-</div>"""
+_HTML = '<div class="live"><div class="panels"></div><div class="charts"></div></div>'
 _component = st.components.v2.component(
     "live",
     html=_HTML,
@@ -64,6 +57,20 @@ class Tile(NamedTuple):
     below: str = ""
 
 
+class Panel(NamedTuple):
+    """Progress and figures of one thing; several stand side by side.
+
+    Attributes:
+        tiles: figures in large type.
+        progress: share in [0, 1], and a text.
+        title: what it is about.
+    """
+
+    tiles: Sequence[Tile] = ()
+    progress: tuple[float, str] | None = None
+    title: str = ""
+
+
 def live(key: str, data: dict[str, Any]) -> None:
     """Show what `live_data` gave; called again with the same key, update it in place."""
     if plotly_url() is not None:
@@ -72,30 +79,27 @@ def live(key: str, data: dict[str, Any]) -> None:
     _component(key=key, data={**data, "charts": []}, height="content")
     for number, chart in enumerate(data["charts"]):
         traces = [{name: value for name, value in trace.items() if name != "color"} for trace in chart["traces"]]
-        st.plotly_chart({"data": traces, "layout": {**chart["layout"], "height": CHART_HEIGHT}}, key=f"{key} {number}")
+        st.plotly_chart({"data": traces, "layout": {"height": CHART_HEIGHT, **chart["layout"]}}, key=f"{key} {number}")
 
 
 def live_data(
     charts: Sequence[tuple[Figure, str]],
     revision: str,
-    tiles: Sequence[Tile] = (),
-    progress: tuple[float, str] | None = None,
+    panels: Sequence[Panel] = (),
 ) -> dict[str, Any]:
     """Make what `live` shows, for any number of pages.
 
     Args:
         charts: figures of `mnist_trainer.charts`, and what screen readers say of each; a trace's "color" is an
-            index into the theme's colours.
+            index into the theme's colours, and a layout's "height" is in pixels.
         revision: while it stays the same, so do zoom and legend.
-        tiles: figures in large type.
-        progress: share in [0, 1], and a text.
+        panels: what stands above the charts.
     """
     return {
         "plotlyUrl": plotly_url(),
         "revision": revision,
         "height": CHART_HEIGHT,
-        "tiles": tiles,
-        "progress": progress and {"share": progress[0], "text": progress[1]},
+        "panels": [panel._asdict() for panel in panels],
         "charts": [
             {
                 "traces": [{**trace, "x": _typed(trace["x"]), "y": _typed(trace["y"])} for trace in figure["data"]],
@@ -178,6 +182,8 @@ def plotly_url() -> str | None:
     return f"app/static/{target.name}"
 
 
-def _typed(values: Any) -> dict[str, str]:
-    """Plotly's form of a typed array: a third of the size of numbers as text."""
+def _typed(values: Any) -> Any:
+    """Plotly's form of a typed array, a third of the size of numbers as text; names stay as they are."""
+    if len(values) and isinstance(values[0], str):
+        return list(values)
     return {"dtype": "f4", "bdata": base64.b64encode(np.asarray(values, np.float32).tobytes()).decode()}
