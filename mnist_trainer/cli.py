@@ -1,4 +1,4 @@
-"""The command line: train, predict, devices, runs, with no Streamlit in sight."""
+"""The command line: train, predict, devices, bench, runs, with no Streamlit in sight."""
 
 # PyTorch takes seconds to import: each command imports what it needs, so that `--help` answers at once.
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .cli_bench import add_bench
 from .cli_runs import FAILED, INTERRUPTED, OK, USAGE, add_runs, run_as_json
 from .config import OPTIMIZERS, PIPELINES, TrainConfig
 from .errors import (
@@ -30,6 +31,7 @@ examples:
   python -m mnist_trainer predict my-seven.png
   python -m mnist_trainer train --resume latest
   python -m mnist_trainer runs export latest
+  python -m mnist_trainer bench
 
 Runs are kept in `mnist-trainer/runs` in your home folder, where the dashboard shows them;
 the environment variable MNIST_TRAINER_HOME names another folder instead of `mnist-trainer`.
@@ -76,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     devices = commands.add_parser("devices", help="list the devices that can train, and why others cannot")
     devices.add_argument("--json", action="store_true", help="one JSON object a line")
     devices.set_defaults(command=_devices)
+    add_bench(commands)
     add_runs(commands)
     return parser
 

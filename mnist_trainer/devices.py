@@ -70,6 +70,12 @@ def to_device(data: Any, device: torch.device | str) -> Any:
     return data.to(device) if isinstance(data, nn.Module) else data
 
 
+def synchronize(device: torch.device | str) -> None:
+    """Wait until `device` has done what it was told: a clock read before that tells nothing."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(torch.device(device))
+
+
 class DeviceDataLoader:
     """A data loader whose batches arrive on `device`.
 

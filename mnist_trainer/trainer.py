@@ -20,6 +20,7 @@ from .config import TRAIN_SIZE, TrainConfig
 from .control import Control
 from .devices import first_sentence, is_out_of_memory, to_device
 from .errors import MnistTrainerError
+from .graph import GraphedStep
 from .history import EpochEnd, RateChange
 from .model import Batch, MnistModel
 from .state import Checkpoint, RunState, TrainingState
@@ -121,9 +122,12 @@ class _Recorder:
     def build_optimizer(self, parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
         """The optimizer of the settings, as the run left it: what `fit` calls as `opt_func`."""
         self.optimizer = OPTIMIZER_FACTORIES[self.run.config.optimizer](parameters, learning_rate)
-        if self.optimizer_state:
-            self.optimizer.load_state_dict(self.optimizer_state)
-            self.optimizer_state = None
+        state = self.optimizer_state or self.optimizer.state_dict()
+        for group in state["param_groups"]:
+            if "capturable" in group:  # Adam's count of steps lies where a CUDA graph can reach it, and only there
+                group["capturable"] = self.run.config.device.startswith("cuda")
+        self.optimizer.load_state_dict(state)
+        self.optimizer_state = None
         self._turn_to_rate()
         return self.optimizer
 
@@ -347,6 +351,11 @@ class _Recorder:
         self.fetched = self.seconds
 
 
+def threads_for(hidden_size: int) -> int:
+    """How many threads of the CPU train a network of this size the fastest."""
+    return 1 if hidden_size < ONE_THREAD_BELOW else _all_threads
+
+
 def train_run(run: "Run", home: Path) -> None:
     """Train `run` to whatever end it has. The target of its thread; nothing it raises is lost."""
     config, control = run.config, run.control
@@ -354,11 +363,13 @@ def train_run(run: "Run", home: Path) -> None:
     recorder: _Recorder | None = None
     try:
         # A run that goes on does so with as many as before, or the last digits would differ.
-        threads = run.state.threads or (1 if config.hidden_size < ONE_THREAD_BELOW else _all_threads)
+        threads = run.state.threads or threads_for(config.hidden_size)
         torch.set_num_threads(threads)
         state = run.state.turned("running", run.snapshot().steps)  # written down once there is room, below
         run.state = RunState(state.status, device_label=state.device_label, threads=threads, changes=state.changes)
         mnist = data.load_mnist(home / "data")
+        if config.device.startswith("cuda"):
+            torch.cuda.set_device(config.device)  # of this thread
         model = _seeded_model(config).to(config.device)
         recorder = _Recorder(run, control, model, run.folder.load_checkpoint(with_training=True))
         train_loader, val_loader = data.train_and_val_loaders(mnist, config, config.device, recorder.order)
@@ -384,6 +395,7 @@ def _fit(recorder: _Recorder, train_loader: Batches, val_loader: Batches) -> tup
             _Heeding(train_loader, recorder.heed),
             _Heeding(val_loader, recorder.heed_in_validation),
             recorder.build_optimizer,
+            step=GraphedStep() if config.device.startswith("cuda") else None,
             on_step=recorder.on_step,
             on_epoch=recorder.on_epoch,
             first_epoch=recorder.epochs + 1,

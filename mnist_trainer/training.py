@@ -11,10 +11,35 @@ from .config import check_epochs, check_learning_rate
 from .model import Batch, MnistModel
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
+Step = Callable[[MnistModel, torch.optim.Optimizer, Batch], Tensor]
+
+
+class LeanSGD(torch.optim.SGD):
+    """Plain `torch.optim.SGD`, bit for bit, without its bookkeeping: a sixth of a step at the article's sizes.
+
+    No momentum, no weight decay, no hooks; its state and groups are those of `torch.optim.SGD`.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here has a closure
+        """Move each parameter against its gradient, by the learning rate."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
+
+    # torch wraps each optimizer's `step` that does not say so, for its profiler and its hooks.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; they are always set to None."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
 
 # The keys are config.OPTIMIZERS's. Called with (parameters, lr), as the article calls `opt_func`.
 OPTIMIZER_FACTORIES: dict[str, OptimizerFactory] = {
-    "SGD": torch.optim.SGD,
+    "SGD": LeanSGD,
     "SGD-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
@@ -37,6 +62,7 @@ def fit(
     val_loader: Iterable[Any],
     opt_func: OptimizerFactory = torch.optim.SGD,
     *,
+    step: Step | None = None,
     on_step: Callable[[Tensor], None] | None = None,
     on_epoch: Callable[[int, dict[str, float]], None] | None = None,
     first_epoch: int = 1,
@@ -50,6 +76,7 @@ def fit(
         train_loader: yields (images, labels).
         val_loader: the same, for validation.
         opt_func: called with the model's parameters and `lr`.
+        step: in place of `train_step`, to the same effect.
         on_step: called after each optimizer step with its loss, a detached scalar on the device.
             Reading the number makes a GPU wait, so a caller that can should read many at once.
         on_epoch: called after each epoch with its number, from 1, and its validation result, in place
@@ -67,19 +94,26 @@ def fit(
     check_learning_rate(lr)
     history = []
     optimizer = opt_func(model.parameters(), lr)
+    step = step or train_step
     for epoch in range(first_epoch, epochs + 1):
         model.train()
         for batch in train_loader:
-            loss = model.training_step(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = step(model, optimizer, batch)
             if on_step:
-                on_step(loss.detach())
+                on_step(loss)
         result = evaluate(model, val_loader)
         (on_epoch or model.epoch_end)(epoch, result)
         history.append(result)
     return history
+
+
+def train_step(model: MnistModel, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+    """Train `model` on one batch; return the loss before the update, a detached scalar on the device."""
+    loss = model.training_step(batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 @torch.no_grad()

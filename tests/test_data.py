@@ -107,6 +107,20 @@ def test_it_is_the_mnist_everybody_knows(mnist: Mnist) -> None:
     assert pixels.std().item() == pytest.approx(0.3081, abs=5e-5)
 
 
+def test_it_reads_the_files_as_torchvision_does(mnist: Mnist) -> None:
+    from torchvision.datasets import MNIST
+
+    train, test = MNIST(mnist.root, train=True), MNIST(mnist.root, train=False)
+    for ours, theirs in (
+        (mnist.train_images.squeeze(1), train.data),
+        (mnist.train_labels, train.targets),
+        (mnist.test_images.squeeze(1), test.data),
+        (mnist.test_labels, test.targets),
+    ):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
 def test_the_split_is_drawn_from_the_seed() -> None:
     train, val = data.split_indices(0)
     assert (len(train), len(val)) == (50_000, 10_000)
@@ -330,6 +344,16 @@ def test_the_last_batch_is_what_is_left(size: int, sizes: list[int], mnist: Mnis
     assert len(batches) == len(sizes)
     assert [len(labels) for _, labels in batches] == sizes
     assert torch.equal(torch.cat([labels for _, labels in batches]), mnist.test_labels[:10])
+
+
+def test_batches_cut_many_at_a_time_as_on_a_gpu_are_the_same(mnist: Mnist) -> None:
+    train, _ = data.train_and_val_loaders(mnist, TrainConfig(), "cpu")
+    many, _ = data.train_and_val_loaders(mnist, TrainConfig(), "cpu")
+    assert isinstance(many, DeviceBatches)
+    many._at_once = 64 * many.batch_size
+    for one, other in zip(train, many, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
 
 
 def test_the_test_set_comes_whole(mnist: Mnist) -> None:

@@ -1,0 +1,55 @@
+"""The benchmark measures what it says, and can be stopped. How fast anything is, is not asserted."""
+
+import json
+
+import pytest
+import torch
+
+from mnist_trainer import bench as bench_module
+from mnist_trainer.bench import CONTENDERS, bench
+from mnist_trainer.cli import main
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "SLICE_SECONDS", 0.05)
+    monkeypatch.setattr(bench_module, "REPEATS", 1)
+
+
+def test_each_way_is_measured_and_set_against_the_others() -> None:
+    reports: list[tuple[float, str]] = []
+    threads = torch.get_num_threads()
+    rows = bench(["cpu"], [8, 300], 1, lambda share, text: reports.append((share, text)))
+    assert [share for share, _ in reports] == [number / 8 for number in range(8)]
+    assert reports[-1][1] == "cpu, hidden size 300: products"
+    assert [(row.hidden_size, row.pipeline) for row in rows] == [(size, way) for size in (8, 300) for way in CONTENDERS]
+    for size in (8, 300):
+        speeds = {row.pipeline: row.images_per_second for row in rows if row.hidden_size == size}
+        for row in rows:
+            if row.hidden_size == size:
+                assert row.times_article == row.images_per_second / speeds["article"]
+                assert row.of_products == row.images_per_second / speeds["products"]
+    assert torch.get_num_threads() == threads
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cpu", "--hidden", "8"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split()[:3] == ["device", "hidden", "threads"]
+    assert [line.split()[:3] for line in lines[:4]] == [["cpu", "8", "1"]] * 4
+    assert main(["bench", "--device", "cpu", "--hidden", "8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["pipeline"] for row in result["rows"]] == list(CONTENDERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--hidden", "32,x"], "Hidden size must be a whole number; 'x' is not."),
+        (["--hidden", "0"], "Hidden size must be a whole number from 1 to 100,000; 0 is not."),
+        (["--device", "abacus"], "There is no device 'abacus' here."),
+    ],
+)
+def test_bad_arguments_get_a_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
