@@ -370,7 +370,7 @@ def train_run(run: "Run", home: Path) -> None:
         mnist = data.load_mnist(home / "data")
         if config.device.startswith("cuda"):
             torch.cuda.set_device(config.device)  # of this thread
-        model = _seeded_model(config).to(config.device)
+        model = seeded_model(config).to(config.device)
         recorder = _Recorder(run, control, model, run.folder.load_checkpoint(with_training=True))
         train_loader, val_loader = data.train_and_val_loaders(mnist, config, config.device, recorder.order)
         recorder.publish()
@@ -500,7 +500,8 @@ def _no_room(run: "Run", error: OSError) -> str:
     )
 
 
-def _seeded_model(config: TrainConfig) -> MnistModel:
+def seeded_model(config: TrainConfig) -> MnistModel:
+    """The network of a run before its first step, on the CPU."""
     # nn.Linear draws its weights from the process's one random state: put back as it was.
     with _init_lock, torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
