@@ -119,13 +119,13 @@ def find_device(name: str) -> Device:
     raise DeviceUnavailableError(f"There is no device '{name[:40]}' here. Choose {_choices(devices)}.")
 
 
-def check_fits(config: TrainConfig, device: str) -> None:
-    """Refuse a network that would not fit into the memory now free on `device`.
+def check_fits(config: TrainConfig, device: str, taken_bytes: int = 0) -> None:
+    """Refuse a network that would not fit into the memory now free on `device`, of which so much is promised.
 
     Raises:
         ConfigError: says how much it would take, how much is free, and a hidden size that fits.
     """
-    free = int(USABLE_MEMORY * free_memory(device))
+    free = max(0, int(USABLE_MEMORY * free_memory(device)) - taken_bytes)
     if config.memory_bytes <= free:
         return
     one, two = (dataclasses.replace(config, hidden_size=size).memory_bytes for size in (1, 2))

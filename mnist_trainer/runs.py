@@ -8,9 +8,10 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from .archive import import_run
 from .config import AT_ONCE_VARIABLE, TrainConfig, check_epochs, check_learning_rate
@@ -26,7 +27,7 @@ from .errors import (
 )
 from .history import RateChange
 from .run import Run
-from .state import Change, Checkpoint, Origin, RunState
+from .state import About, Change, Checkpoint, Origin, RunState
 from .store import RunFolder, home_folder, rates_file
 from .trainer import train_run
 from .trash import Trash
@@ -36,6 +37,13 @@ log = logging.getLogger(__name__)
 KEPT_IN_MEMORY = 16  # histories of ended runs; those of others are read from their folders again
 RELIST_SECONDS = 1.0  # thirty pages that look for a new run look at the disk once
 MAX_WAITING = 50
+
+
+class _Partner(NamedTuple):
+    """What the second run of a pair waits for."""
+
+    run: Run  # the first one
+    is_beside: bool  # it begins when that does, else when that has ended
 
 
 class RunManager:
@@ -56,6 +64,8 @@ class RunManager:
         self._runs: dict[str, Run] = {}
         self._looked_at: OrderedDict[str, Run] = OrderedDict()  # whose history is in memory
         self._waiting: list[Run] = []
+        self._partners: dict[Run, _Partner] = {}  # of each run that is the second of a pair, until it ends
+        self._quiet = 0  # how many want no run to begin
         self._threads: dict[Run, threading.Thread] = {}
         self._listed: list[Run] = []
         self._damaged: dict[str, str] = {}
@@ -79,6 +89,49 @@ class RunManager:
         self._check_queue()
         state = RunState(device_label=label).turned("queued", 0)
         return self._enqueue(RunFolder.create(self.home, config, state))
+
+    def start_pair(
+        self, configs: tuple[TrainConfig, TrainConfig], names: tuple[str, str], *, at_once: bool
+    ) -> tuple[Run, Run]:
+        """Train two runs between which no other begins, now or when their turn comes.
+
+        Args:
+            configs: settings of the first and of the second.
+            names: what they are called.
+            at_once: whether the second trains beside the first, without a place of its own, or after it.
+
+        Raises:
+            As `start` does; then neither is made.
+        """
+        placed = [_placed(config, config.device) for config in configs]
+        (first, _), (second, _) = placed
+        if at_once and first.device == second.device:
+            check_fits(second, second.device, taken_bytes=first.memory_bytes)
+        self._check_queue(2)
+        folders = list[RunFolder]()
+        try:
+            for (config, label), name in zip(placed, names, strict=True):
+                folders.append(RunFolder.create(self.home, config, RunState(device_label=label).turned("queued", 0)))
+                folders[-1].write_about(About(name))
+        except RunFolderError:
+            for folder in folders:
+                folder.discard()
+            raise
+        with self._lock:
+            run = self._enqueue(folders[0])
+            return run, self._enqueue(folders[1], _Partner(run, at_once))
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Let no run begin meanwhile, but the second of a pair beside its first: something is being measured."""
+        with self._lock:
+            self._quiet += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._quiet -= 1
+            self._start_next()
 
     def resume(self, run_id: str, device: str = "") -> Run:
         """Let a run that ended too soon go on from its last checkpoint, as if it had never stopped.
@@ -185,6 +238,7 @@ class RunManager:
                 run.request_stop()
                 return
             self._waiting.remove(run)
+            self._partners.pop(run, None)
             message = "It was withdrawn before its turn came."
             run.set_state(run.state.turned("stopped", run.snapshot().steps, message))
             run.end()
@@ -338,34 +392,47 @@ class RunManager:
                 run.forget_history()
         self._listed_at = time.monotonic()
 
-    def _check_queue(self) -> None:
-        """Refuse one more, before anything is made for it."""
-        if len(self._waiting) >= MAX_WAITING:
-            raise RunBusyError(f"{MAX_WAITING} runs are waiting already. Try again when some of them are done.")
+    def _check_queue(self, more: int = 1) -> None:
+        """Refuse so many more, before anything is made for them."""
+        if len(self._waiting) + more > MAX_WAITING:
+            raise RunBusyError(f"{len(self._waiting)} runs are waiting already. Try again when some of them are done.")
 
-    def _enqueue(self, folder: RunFolder) -> Run:
+    def _enqueue(self, folder: RunFolder, partner: _Partner | None = None) -> Run:
         run = Run(folder, Control())
         with self._lock:
             self._runs[run.id] = run
             self._waiting.append(run)
+            if partner:
+                self._partners[run] = partner
         self._forget_list()
         self._start_next()
         return run
 
     def _start_next(self) -> None:
         with self._lock:
-            training = [run for run in self._threads if not run.ended.is_set()]
-            while self._waiting and len(training) < self.at_once and not self._is_shut:
-                run = self._waiting.pop(0)
+            while not self._is_shut and (run := self._next()):
+                self._waiting.remove(run)
                 thread = threading.Thread(target=self._train, args=(run,), name=f"run {run.id}", daemon=True)
                 try:
                     thread.start()  # it waits for our lock before it ends
                 except RuntimeError as error:  # the system has no more threads
                     run.set_state(run.state.turned("failed", 0, f"The run could not begin: {error}. Resume it later."))
                     run.end()
+                    self._partners.pop(run, None)
                     continue
                 self._threads[run] = thread
-                training.append(run)
+
+    def _next(self) -> Run | None:
+        """The run that may begin now, if any."""
+        training = {run for run in self._threads if not run.ended.is_set()}
+        paired = {run: partner for run, partner in self._partners.items() if partner.run in training}
+        beside = {run for run, partner in paired.items() if partner.is_beside}
+        if chosen := next((run for run in self._waiting if run in beside), None):
+            return chosen
+        if not self._waiting or self._quiet or len(training - beside) >= self.at_once:
+            return None
+        first = self._waiting[0]
+        return None if first in paired else first  # where several train at once, it might not wait for its partner
 
     def _train(self, run: Run) -> None:
         """The target of a training thread."""
@@ -374,6 +441,7 @@ class RunManager:
         finally:
             with self._lock:
                 del self._threads[run]
+                self._partners.pop(run, None)
             self._start_next()
 
 

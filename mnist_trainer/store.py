@@ -126,10 +126,14 @@ class RunFolder:
             sync_folder(folder.path.parent)
         except OSError as error:
             if folder:
-                folder.lock.release()
-                shutil.rmtree(folder.path, ignore_errors=True)  # it takes room, where there may be none
+                folder.discard()
             raise cannot_be_kept(home, error) from error
         return folder
+
+    def discard(self) -> None:
+        """Take it away again, before anything has begun in it; called by who made it."""
+        self.lock.release()
+        shutil.rmtree(self.path, ignore_errors=True)  # it takes room, where there may be none
 
     @classmethod
     def find(cls, home: Path, run_id: str) -> Self:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from mnist_trainer.run import Run
 from mnist_trainer.runs import KEPT_IN_MEMORY, RunManager
 from mnist_trainer.state import Checkpoint, RunState
 from mnist_trainer.store import RunFolder, is_held
-from tests.running import are_equal, ended, stopped_after, until, weights
+from tests.running import are_equal, ended, has_steps, stopped_after, until, weights
 
 if os.name != "nt":
     import fcntl
@@ -188,6 +189,80 @@ def test_as_many_train_at_once_as_was_set(home: Path, monkeypatch: pytest.Monkey
     assert manager.waiting == (third,)
     manager.shutdown(timeout_seconds=60)
     assert [run.state.status for run in (first, second)] == ["stopped", "stopped"]
+
+
+def test_the_second_of_a_pair_trains_beside_the_first_without_a_place_of_its_own(runs: RunManager) -> None:
+    earlier = runs.start(LONG)
+    first, second = runs.start_pair((LONG, LONG), ("One", "Two"), at_once=True)
+    later = runs.start(SHORT)
+    assert runs.waiting == (first, second, later)
+    stopped_after(earlier, 1)
+    until(lambda: has_steps(first, 1) and has_steps(second, 1))
+    assert (first.state.status, second.state.status, later.state.status) == ("running", "running", "queued")
+    stopped_after(first, 1)
+    assert (second.state.status, later.state.status) == ("running", "queued")  # the place is now the second's
+    stopped_after(second, 1)
+    assert ended(later).state.status == "finished"
+    assert [run.name for run in (first, second)] == ["One", "Two"]
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_the_second_of_a_pair_follows_the_first_and_nobody_comes_between(home: Path, places: int) -> None:
+    manager = RunManager(home, places)
+    first, second = manager.start_pair((LONG, SHORT), ("One", "Two"), at_once=False)
+    later = manager.start(SHORT)
+    until(lambda: has_steps(first, 1))
+    assert manager.waiting == (second, later)
+    stopped_after(first, 1)
+    assert ended(second).state.status == ended(later).state.status == "finished"
+    (begun, done), (next_begun, _) = ([change.at for change in run.state.changes[1:]] for run in (second, later))
+    assert next_begun >= (done if places == 1 else begun)
+    manager.shutdown()
+
+
+def test_the_second_of_a_pair_begins_though_the_first_was_withdrawn(runs: RunManager) -> None:
+    earlier = runs.start(LONG)
+    first, second = runs.start_pair((LONG, SHORT), ("One", "Two"), at_once=False)
+    runs.stop(first)
+    stopped_after(earlier, 1)
+    assert ended(second).state.status == "finished"
+
+
+def test_while_something_is_measured_no_run_begins(runs: RunManager) -> None:
+    first, second = runs.start_pair((SHORT, SHORT), ("One", "Two"), at_once=True)
+    with runs.quiet():
+        later = runs.start(SHORT)
+        ended(first), ended(second)
+        assert (later.state.status, runs.training) == ("queued", None)
+    assert ended(later).state.status == "finished"
+
+
+def test_a_pair_is_refused_whole(runs: RunManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(second: TrainConfig, error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            runs.start_pair((SHORT, second), ("One", "Two"), at_once=True)
+        assert RunFolder.all_ids(runs.home) == []
+        assert not runs.waiting
+
+    refused(dataclasses.replace(SHORT, device="cuda:99"), DeviceUnavailableError, "cuda:99")
+    monkeypatch.setattr(devices, "free_memory", lambda device: 1.5 * SHORT.memory_bytes / devices.USABLE_MEMORY)
+    refused(SHORT, ConfigError, "Hidden size 32 needs about")  # one of them would fit
+    monkeypatch.setattr("mnist_trainer.runs.MAX_WAITING", 1)
+    monkeypatch.setattr(devices, "free_memory", lambda device: 1e12)
+    refused(SHORT, RunBusyError, "0 runs are waiting already")
+    monkeypatch.setattr("mnist_trainer.runs.MAX_WAITING", 50)
+    create = RunFolder.create
+    made = list[RunFolder]()
+
+    def create_one(*arguments: Any) -> RunFolder:
+        if made:
+            raise RunFolderError("no room")
+        made.append(create(*arguments))
+        return made[0]
+
+    monkeypatch.setattr(RunFolder, "create", create_one)
+    refused(SHORT, RunFolderError, "no room")
+    assert not made[0].path.exists()
 
 
 @pytest.mark.parametrize("value", ["0", "many", "-1", "17", "1.5", ""])
