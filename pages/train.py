@@ -1,27 +1,44 @@
 """The Train page: settings, one button, and the run as it learns."""
 
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import streamlit as st
 
 from mnist_trainer.charts import accuracy_figure, loss_figure
-from mnist_trainer.config import OPTIMIZERS, PIPELINES, TrainConfig, check_learning_rate
+from mnist_trainer.config import OPTIMIZERS, TrainConfig, check_learning_rate
 from mnist_trainer.control import Control
-from mnist_trainer.devices import all_devices, find_device
 from mnist_trainer.errors import MnistTrainerError
 from mnist_trainer.run import Run
 from mnist_trainer.runs import RunManager
 from mnist_trainer.ui.frame import errors_shown, page, plain, settings_line, status_badge
-from mnist_trainer.ui.live import Panel, Tile, chart_looks, chart_options, live, live_data, refresh_seconds, shared
+from mnist_trainer.ui.live import (
+    Panel,
+    Tile,
+    chart_looks,
+    chart_options,
+    duration,
+    live,
+    live_data,
+    number,
+    page_interval,
+    shared,
+)
+from mnist_trainer.ui.settings import (
+    ARTICLE,
+    KEPT,
+    batch_size_input,
+    check_address,
+    device_input,
+    hidden_size_input,
+    number_input,
+    pipeline_input,
+    whole,
+)
 
 LOOKOUT_SECONDS = 5.0  # for a run that somebody else starts
-MAX_ADDRESS_CHARACTERS = 200
-KEPT: dict[str, Any] = {"bind": "query-params", "on_change": "ignore"}  # in the URL; sent with the next button
-# In the session: why the last start was refused; what it was; the page's name among the viewers.
-ADVICE, STARTED, VIEWER = "train_advice", "train_started", "viewer"
+ADVICE, STARTED = "train_advice", "train_started"  # in the session: why the last start was refused; what it was
 DOUBLE_CLICK_SECONDS = 1.0
 SETTLE_SECONDS = 2.0  # a step takes milliseconds
 LEARNING_RATES = tuple(float(f"{digit}e{power}") for power in range(-4, 2) for digit in (1, 2, 5))  # 0.0001 to 50
@@ -43,7 +60,7 @@ def main(runs: RunManager) -> None:
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.header("Train", width="content")
         more_settings_place = st.container(width="content")
-    check_address()
+    check_address(SETTINGS)
     with more_settings_place:
         more_settings()
     controls()
@@ -70,53 +87,26 @@ def main(runs: RunManager) -> None:
     st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, current_id)
 
 
-def check_address() -> None:
-    """Say what is wrong with settings in the URL: Streamlit would drop some of them without a word."""
-    for key, setting in SETTINGS.items():
-        text = st.query_params.get(key)
-        if text is None or key in st.session_state:  # once mounted, the control and the URL agree
-            continue
-        if len(text) > MAX_ADDRESS_CHARACTERS:  # a number of so many digits breaks the control itself
-            st.error(f"The address has {len(text):,} characters for {key}. Shorten it, and open it again.")
-            st.stop()
-        try:
-            value = getattr(TrainConfig.from_text({setting: text}), setting)
-            if key == "device":
-                value = find_device(value.partition(" ")[0]).name  # the control writes the GPU's own name behind it
-        except MnistTrainerError as error:
-            st.warning(plain(f"{error} (The address has {key}={text[:60]}.)"))
-        else:
-            if isinstance(value, str):
-                st.session_state[key] = value  # a list takes its own spelling only
-
-
 def controls() -> None:
     """The four settings that a class talks about. What is set is kept in the URL, and sent with the button."""
-    devices = all_devices()
     with st.container(border=True):
         grid = st.grid(4, min_column_width=150)
-        grid.selectbox(
-            "Device",
-            [device.name for device in devices if device.is_available],  # the fastest first
-            format_func=lambda name: name if name == "cpu" else f"{name} · {find_device(name).label}",
-            key="device",
-            help="\n\n".join(f"{device.name}: {device}" for device in devices),
-            **KEPT,
-        )
-        number_input(grid, "Epochs", "epochs", 1, "Passes over the 50,000 training images.")
+        device_input(grid, "device")
+        number_input(grid, "Epochs", "epochs", ARTICLE.epochs, 1, "Passes over the 50,000 training images.")
         number_input(
             grid,
             "Learning rate",
             "lr",
+            ARTICLE.learning_rate,
             0.1,
             "How far each step goes. 0.5 suits SGD, 0.1 SGD-momentum, 0.001 Adam and AdamW.",
         )
-        number_input(grid, "Hidden size", "hidden", 32, "Units in the hidden layer: 784 → hidden → 10.")
+        hidden_size_input(grid, "hidden")
 
 
 def more_settings() -> None:
     with st.popover("More settings", icon=":material/tune:"):
-        number_input(st, "Batch size", "batch", 32, "Images per step.")
+        batch_size_input(st, "batch")
         st.selectbox(
             "Optimizer",
             OPTIMIZERS,
@@ -128,23 +118,11 @@ def more_settings() -> None:
             st,
             "Seed",
             "seed",
+            ARTICLE.seed,
             1,
             "One seed, one run: it sets the split, the first weights and the order of images.",
         )
-        st.selectbox(
-            "Data pipeline",
-            PIPELINES,
-            key="pipeline",
-            help="on-device: all images lie on the device, batches are cut there. DataLoader: the article's way, "
-            "image by image, then copied. Both give the same batches; compare the speed.",
-            **KEPT,
-        )
-
-
-def number_input(place: Any, label: str, key: str, step: float, explained: str) -> None:
-    # A float to Streamlit, whole or not: of "1e9" typed into a whole-number control it would take the 1.
-    default = float(getattr(TrainConfig(), SETTINGS[key]))
-    place.number_input(label, value=default, step=float(step), format="%g", key=key, help=explained, **KEPT)
+        pipeline_input(st, "pipeline")
 
 
 def chosen_run(runs: RunManager, current: Run | None) -> Run | None:
@@ -292,11 +270,6 @@ def begin(make: Callable[[], Run]) -> Run | None:
     return run
 
 
-def whole(value: Any, setting: str) -> Any:
-    """The controls give floats; what is not whole is refused in words, later."""
-    return int(value) if setting != "learning_rate" and isinstance(value, float) and value.is_integer() else value
-
-
 def steered(runs: RunManager, run_id: str, ask: Callable[[Control], None], is_done: Callable[[Run], bool]) -> None:
     """Ask something of the run that is shown, and wait a moment for it: the page then shows it at once."""
     try:
@@ -379,11 +352,6 @@ def facts(run: Run) -> tuple[object, ...]:
     return run.state, run.learning_rate, run.problem, run.name
 
 
-def page_interval() -> float:
-    """How often this page may refresh."""
-    return refresh_seconds(st.session_state.setdefault(VIEWER, uuid.uuid4().hex))
-
-
 def panel_data(runs: RunManager, run: Run, x_axis: str, smoothing: float, is_log: bool) -> dict[str, Any]:
     """What the panel shows, the same for all pages that show this run in this way."""
     history = run.snapshot()
@@ -459,20 +427,8 @@ def described(what: str, value: float | None) -> str:
     return f"{what} over the run. Training, last 50 batches: {number(value, '.3f')}."
 
 
-def number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
 def loss_text(value: float | None) -> str:
     return "" if value is None else f"loss {value:.3f}" if value < 1000 else f"loss {value:.1e}"
-
-
-def duration(seconds: float) -> str:
-    """12.3 s, 4 min 05 s, 2 h 10 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds) // 60
-    return f"{minutes} min {int(seconds) % 60:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 with page("Train") as runs:

@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ KEPT_PAYLOADS = 32
 # Of more pages than these, each refreshes as seldom. Every two seconds is what a class still takes for live.
 REFRESH_SECONDS = {0: 0.5, 4: 1.0, 10: 1.8}
 SEEN_SECONDS = 6.0  # a page that has not refreshed for so long is closed
+VIEWER = "viewer"  # in the session: the page's name among the viewers
 
 _HERE = Path(__file__)
 _STATIC = _HERE.parents[2] / "static"  # beside app.py, where Streamlit serves it from
@@ -161,6 +163,24 @@ def refresh_seconds(viewer: str, now: float | None = None) -> float:
         for gone in [name for name, seen in _seen.items() if now - seen > SEEN_SECONDS]:
             del _seen[gone]
         return max(seconds for pages, seconds in REFRESH_SECONDS.items() if len(_seen) > pages)
+
+
+def page_interval() -> float:
+    """How often this page may refresh."""
+    return refresh_seconds(st.session_state.setdefault(VIEWER, uuid.uuid4().hex))
+
+
+def number(value: float | None, form: str) -> str:
+    """`value` in this format; a dash for one that is not known yet."""
+    return "–" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    return f"{minutes} min {int(seconds) % 60:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 @functools.cache
