@@ -231,6 +231,13 @@ def test_settings_come_from_the_address(app: RunManager) -> None:
     assert not page.warning
 
 
+def test_the_address_of_a_page_come_back_to_is_no_mistake(app: RunManager) -> None:
+    page = open_page(PAGE, epochs="7.0", lr="1.0")  # as Streamlit writes them then
+    assert (page.number_input(key="epochs").value, page.number_input(key="lr").value) == (7, 1)
+    assert not page.warning
+    assert "'7.5' is not" in open_page(PAGE, epochs="7.5").warning[0].value
+
+
 def test_only_devices_that_work_are_offered_and_the_fastest_comes_first(
     app: RunManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,8 @@ def check_address(settings: Mapping[str, str]) -> None:
             st.error(f"The address has {len(text):,} characters for {key}. Shorten it, and open it again.")
             st.stop()
         try:
-            value = getattr(TrainConfig.from_text({setting: text}), setting)
+            # Of the page that was left and is come back to, Streamlit writes 5 as 5.0.
+            value = getattr(TrainConfig.from_text({setting: text.removesuffix(".0")}), setting)
             if setting == "device":
                 value = devices.find_device(
                     value.partition(" ")[0]
@@ -76,9 +77,11 @@ def batch_size_input(place: Any, key: str) -> None:
     number_input(place, "Batch size", key, ARTICLE.batch_size, 32, "Images per step.")
 
 
-def number_input(place: Any, label: str, key: str, default: float, step: float, explained: str) -> None:
+def number_input(place: Any, label: str, key: str, default: float, step: float, explained: str, **look: Any) -> None:
     # A float to Streamlit, whole or not: of "1e9" typed into a whole-number control it would take the 1.
-    place.number_input(label, value=float(default), step=float(step), format="%g", key=key, help=explained, **KEPT)
+    place.number_input(
+        label, value=float(default), step=float(step), format="%g", key=key, help=explained, **look, **KEPT
+    )
 
 
 def whole(value: Any, setting: str) -> Any:
