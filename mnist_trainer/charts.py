@@ -4,7 +4,7 @@ A figure has the same size however long the run is, and names its colours by rol
 gives them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ MAX_COMPARED = 8  # as many as the theme has colours; each has a mark of its own
 SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "star", "x", "hexagon")
 # Indices into the theme's chartCategoricalColors.
 TRAINING_COLOR, VALIDATION_COLOR = 0, 1
+FIRST_PART_COLOR = 2  # of a step; those before are of the two lanes
 
 Figure = dict[str, Any]
 Indices = NDArray[np.int64]
@@ -73,6 +74,46 @@ def comparison_figures(
     for trace in right["data"]:
         trace["hovertemplate"] = "%{y:.2%}"
     return loss, right
+
+
+def step_times_figure(lanes: Sequence[tuple[str, Mapping[str, float]]]) -> Figure:
+    """What a training step takes, part by part: stacked bars, in milliseconds.
+
+    Args:
+        lanes: name of each bar, the upper one first, and part → seconds.
+    """
+    upwards = lanes[::-1]
+    names = [name for name, _ in upwards]
+    traces = []
+    for color, part in enumerate(lanes[0][1], FIRST_PART_COLOR):
+        milliseconds = [1000 * times[part] for _, times in upwards]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": part,
+                "x": milliseconds,
+                "y": names,
+                "color": color,
+                "text": [f"{part} {value:.2f}" for value in milliseconds],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "hovertemplate": "%{y}: %{x:.3f} ms",
+            }
+        )
+    return {
+        "data": traces,
+        "layout": {
+            "barmode": "stack",
+            "height": 130 + 55 * len(lanes),
+            "hovermode": "closest",
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+            "uniformtext": {"mode": "hide", "minsize": 13},  # what does not fit stands in a table
+            "xaxis": {"title": {"text": "milliseconds a step"}, "rangemode": "tozero", "tickformat": ",~f"},
+            "yaxis": {"fixedrange": True},
+        },
+    }
 
 
 def extremes(values: Floats) -> Indices:

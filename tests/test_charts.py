@@ -14,6 +14,7 @@ from mnist_trainer.charts import (
     extremes,
     loss_figure,
     smoothed,
+    step_times_figure,
 )
 from mnist_trainer.config import TrainConfig
 from mnist_trainer.history import EpochEnd, Floats, History, RateChange, Snapshot
@@ -175,3 +176,16 @@ def test_compared_runs_are_drawn_each_in_its_own_colour_and_mark(x_axis: str) ->
         assert figure["layout"]["xaxis"]["title"]["text"] == x_axis
     loss, right = comparison_figures(runs[-1:], x_axis, 0.9, is_log=True)
     assert [len(trace["x"]) for trace in (*loss["data"], *right["data"])] == [0, 0, 0, 0]
+
+
+def test_the_parts_of_a_step_are_stacked_in_milliseconds_the_first_lane_on_top() -> None:
+    slow, fast = (
+        {"data": 0.0105, "copying": 0.0, "forward": 0.0004},
+        {"data": 0.0001, "copying": 0.0, "forward": 0.0002},
+    )
+    figure = step_times_figure([("DataLoader", slow), ("On-device", fast)])
+    assert [trace["name"] for trace in figure["data"]] == ["data", "copying", "forward"]
+    assert all(trace["y"] == ["On-device", "DataLoader"] for trace in figure["data"])  # from below
+    assert figure["data"][0]["x"] == pytest.approx([0.1, 10.5])
+    assert figure["data"][0]["text"] == ["data 0.10", "data 10.50"]
+    assert figure["layout"]["barmode"] == "stack"

@@ -72,11 +72,13 @@ def test_the_more_pages_the_more_seldom_each_refreshes_and_closed_ones_do_not_co
 
 def test_a_panel_holds_what_it_shows_as_plain_values() -> None:
     figure = {"data": [{"x": [1, 2], "y": [0.5, 0.25], "name": "training", "color": 0}], "layout": {"xaxis": {}}}
-    data = live_data([(figure, "Loss.")], "run step", [Panel([Tile("Time", "1.0 s")], (0.25, "Epoch 1"), "Left")])
+    data = live_data([(figure, "Loss.")], "run step", [Panel([Tile("Time", "1.0 s")], (0.25, "Epoch 1"), "Left", 1)])
     (chart,) = data["charts"]
     assert chart["traces"][0]["x"] == {"dtype": "f4", "bdata": "AACAPwAAAEA="}
     assert (chart["description"], chart["layout"]) == ("Loss.", {"xaxis": {}})
-    assert data["panels"] == [{"title": "Left", "progress": (0.25, "Epoch 1"), "tiles": [("Time", "1.0 s", "")]}]
+    assert data["panels"] == [
+        {"title": "Left", "progress": (0.25, "Epoch 1"), "tiles": [("Time", "1.0 s", "")], "color": 1}
+    ]
 
 
 def test_bars_keep_their_names() -> None:

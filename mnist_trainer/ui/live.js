@@ -21,6 +21,10 @@ function loadPlotly(url) {
   return plotlyLoading
 }
 
+function themeColors(element) {
+  return getComputedStyle(element).getPropertyValue("--st-chart-categorical-colors").trim().split(",")
+}
+
 class LiveChart {
   constructor(element) {
     this.element = element
@@ -79,7 +83,7 @@ class LiveChart {
   }
 
   traces(data) {
-    const colors = this.property("chart-categorical-colors").split(",")
+    const colors = themeColors(this.element)
     return data.traces.map(({ color, line, marker, ...trace }) => ({
       type: "scatter",
       mode: "lines",
@@ -150,7 +154,7 @@ function newTile() {
   return tile
 }
 
-function updatePanel(element, { title, tiles, progress }) {
+function updatePanel(element, { title, tiles, progress, color }) {
   const [heading, progressElement, list] = element.children
   heading.textContent = title
   heading.hidden = !title
@@ -160,6 +164,7 @@ function updatePanel(element, { title, tiles, progress }) {
     const [textElement, bar] = progressElement.children
     textElement.textContent = text
     bar.firstChild.style.width = `${100 * share}%`
+    bar.firstChild.style.background = themeColors(element)[color] ?? ""
     bar.setAttribute("aria-valuenow", Math.round(100 * share))
     bar.setAttribute("aria-valuetext", text)
   }
@@ -173,7 +178,8 @@ class LivePanel {
     this.charts = []
   }
 
-  update({ panels, ...data }) {
+  update({ panels, isLarge, ...data }) {
+    this.root.classList.toggle("large", isLarge)
     const place = this.root.querySelector(".panels")
     resize(place, panels.length, newPanel)
     panels.forEach((panel, i) => updatePanel(place.children[i], panel))

@@ -66,11 +66,13 @@ class Panel(NamedTuple):
         tiles: figures in large type.
         progress: share in [0, 1], and a text.
         title: what it is about.
+        color: of its bar, an index into the theme's colours; by default the theme's first of all.
     """
 
     tiles: Sequence[Tile] = ()
     progress: tuple[float, str] | None = None
     title: str = ""
+    color: int | None = None
 
 
 def live(key: str, data: dict[str, Any]) -> None:
@@ -88,6 +90,8 @@ def live_data(
     charts: Sequence[tuple[Figure, str]],
     revision: str,
     panels: Sequence[Panel] = (),
+    *,
+    is_large: bool = False,
 ) -> dict[str, Any]:
     """Make what `live` shows, for any number of pages.
 
@@ -96,12 +100,14 @@ def live_data(
             index into the theme's colours, and a layout's "height" is in pixels.
         revision: while it stays the same, so do zoom and legend.
         panels: what stands above the charts.
+        is_large: whether the panels are to be read from the last row of a room.
     """
     return {
         "plotlyUrl": plotly_url(),
         "revision": revision,
         "height": CHART_HEIGHT,
         "panels": [panel._asdict() for panel in panels],
+        "isLarge": is_large,
         "charts": [
             {
                 "traces": [{**trace, "x": _typed(trace["x"]), "y": _typed(trace["y"])} for trace in figure["data"]],
