@@ -29,6 +29,10 @@ class RunBusyError(MnistTrainerError):
     """A run is in other hands, or too many wait already."""
 
 
+class RaceError(MnistTrainerError):
+    """A race has come to no result."""
+
+
 class RunFolderError(MnistTrainerError):
     """A run's folder, or a file in it, cannot be read or written."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PAGES = (
     ("app.py", "Home", ":material/home:"),
     ("pages/train.py", "Train", ":material/model_training:"),
+    ("pages/race.py", "Race", ":material/sports_score:"),
     ("pages/draw.py", "Draw", ":material/draw:"),
     ("pages/runs.py", "Runs", ":material/folder_open:"),
 )
