@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from .config import CLASSES, IMAGE_PIXELS, TRAIN_SIZE, TrainConfig
+from .config import CLASSES, IMAGE_PIXELS, PIPELINES, TRAIN_SIZE, TrainConfig
 from .data import Mnist, load_mnist, split_indices
 from .devices import DeviceDataLoader, synchronize
 from .errors import MnistTrainerError
 from .model import Batch, MnistModel
 from .runs import RunManager
+from .step_times import StepTimes, step_times
 from .trainer import threads_for
 from .training import train_step
 
@@ -56,21 +57,38 @@ class Row:
     of_products: float
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where the time of a step goes: one line of the benchmark's second table.
+
+    Attributes:
+        device: PyTorch's name.
+        hidden_size: units in the hidden layer.
+        pipeline: of a run, one of `config.PIPELINES`.
+        times: of each part.
+    """
+
+    device: str
+    hidden_size: int
+    pipeline: str
+    times: StepTimes
+
+
 def bench(
     devices: Sequence[str],
     hidden_sizes: Sequence[int],
     repeats: int,
     report: Callable[[float, str], None],
-) -> list[Row]:
+) -> tuple[list[Row], list[Parts]]:
     """Measure all contenders in turn, again and again: what disturbs one disturbs the others too.
 
     Args:
         devices: PyTorch names.
-        hidden_sizes: of the networks.
+        hidden_sizes: of the networks, one at least.
         repeats: how often each is measured; the median counts.
         report: called before each measurement with the share that is done, and what comes next.
     """
-    rows: list[Row] = []
+    rows, parts = list[Row](), list[Parts]()
     total, done = len(devices) * len(hidden_sizes) * repeats * len(CONTENDERS), 0
     threads_before = torch.get_num_threads()
     # PyTorch's threads suffer far more from a busy machine on a process's main thread than on another one, and the
@@ -93,10 +111,15 @@ def bench(
                             measured[name].append(speed)
                             done += 1
                     rows += _rows(device, hidden_size, threads, measured)
+                for pipeline in PIPELINES:  # of the first size: in larger ones the products hide what is around them
+                    report(done / total, f"{device}: the parts of a step")
+                    config = TrainConfig(device=device, hidden_size=hidden_sizes[0], pipeline=pipeline)
+                    times = beside.submit(step_times, config, mnist).result()
+                    parts.append(Parts(device, hidden_sizes[0], pipeline, times))
         finally:
             torch.set_num_threads(threads_before)
             runs.shutdown()
-    return rows
+    return rows, parts
 
 
 def _rows(device: str, hidden_size: int, threads: int, measured: dict[str, list[float]]) -> Iterator[Row]:

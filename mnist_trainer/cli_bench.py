@@ -12,7 +12,7 @@ from .cli_runs import OK
 from .config import TrainConfig
 
 if TYPE_CHECKING:
-    from .bench import Row
+    from .bench import Parts, Row
 
 DESCRIPTION = """\
 Measure how fast networks 784 -> hidden -> 10 train here, in batches of 128 with SGD, each way in turn and again:
@@ -52,11 +52,12 @@ def _bench(options: argparse.Namespace) -> int:
         for hidden_size in hidden_sizes:
             check_fits(TrainConfig(hidden_size=hidden_size), device.name)
     with progress_bar() as report:
-        rows = bench([device.name for device in devices], hidden_sizes, REPEATS, report)
+        rows, parts = bench([device.name for device in devices], hidden_sizes, REPEATS, report)
     if options.json:
-        print(json.dumps({"devices": [asdict(device) for device in devices], "rows": [asdict(row) for row in rows]}))
+        result: dict[str, Sequence[Any]] = {"devices": devices, "rows": rows, "parts": parts}
+        print(json.dumps({name: [asdict(value) for value in values] for name, values in result.items()}))
     else:
-        print("\n".join(_table(rows)))
+        print("\n".join([*_table(rows), "", *_parts_table(parts)]))
     return OK
 
 
@@ -82,4 +83,14 @@ def _table(rows: "Sequence[Row]") -> list[str]:
             f"{row.device:9} {row.hidden_size:7,} {row.threads:8}  {row.pipeline:10} {row.images_per_second:11,.0f}"
             f" {row.times_article:11.1f} {row.of_products:12.1%}"
         )
+    return lines
+
+
+def _parts_table(parts: "Sequence[Parts]") -> list[str]:
+    """Milliseconds of a step, each part waited for."""
+    names = list(parts[0].times.parts)
+    lines = ["ms a step".ljust(28) + "".join(f"{name:>10}" for name in names)]
+    for row in parts:
+        figures = "".join(f"{1000 * seconds:10.3f}" for seconds in row.times.parts.values())
+        lines.append(f"{row.device:9} {row.hidden_size:7,}  {row.pipeline:9}{figures}")
     return lines

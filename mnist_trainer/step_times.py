@@ -11,7 +11,7 @@ import torch
 
 from .config import TrainConfig
 from .data import Mnist, train_and_val_loaders
-from .devices import DeviceDataLoader, to_device
+from .devices import DeviceDataLoader, synchronize, to_device
 from .model import Batch
 from .trainer import seeded_model, threads_for
 from .training import OPTIMIZER_FACTORIES, Batches
@@ -80,8 +80,7 @@ def _timed_steps(config: TrainConfig, mnist: Mnist, check: Callable[[], None]) -
     device = torch.device(config.device)
 
     def now() -> float:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(device)
         return time.perf_counter()
 
     loader, _ = train_and_val_loaders(mnist, config, device)

@@ -486,7 +486,7 @@ def _fail(run: "Run", recorder: _Recorder | None, error: Exception) -> None:
 def _salvage(recorder: _Recorder) -> None:
     """Keep what a failed run had measured and learnt, as far as that still works."""
     recorder.control.request_stop(skip_test=True)  # no waiting for room any more
-    for keep in (recorder.fetch, *([] if recorder.saved else [recorder.save_weights])):
+    for keep in (recorder.fetch, *([] if recorder.saved else [recorder.publish, recorder.save_weights])):
         try:
             keep()
         except Exception as error:  # whatever broke the run may break this too; the run's own error is what is shown

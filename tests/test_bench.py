@@ -6,22 +6,27 @@ import pytest
 import torch
 
 from mnist_trainer import bench as bench_module
+from mnist_trainer import step_times
 from mnist_trainer.bench import CONTENDERS, bench
 from mnist_trainer.cli import main
+from mnist_trainer.config import PIPELINES
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "SLICE_SECONDS", 0.05)
     monkeypatch.setattr(bench_module, "REPEATS", 1)
+    monkeypatch.setattr(step_times, "MAX_SECONDS", 0.05)
 
 
 def test_each_way_is_measured_and_set_against_the_others() -> None:
     reports: list[tuple[float, str]] = []
     threads = torch.get_num_threads()
-    rows = bench(["cpu"], [8, 300], 1, lambda share, text: reports.append((share, text)))
-    assert [share for share, _ in reports] == [number / 8 for number in range(8)]
-    assert reports[-1][1] == "cpu, hidden size 300: products"
+    rows, parts = bench(["cpu"], [8, 300], 1, lambda share, text: reports.append((share, text)))
+    assert [share for share, _ in reports] == [number / 8 for number in range(8)] + [1, 1]
+    assert reports[7][1] == "cpu, hidden size 300: products"
+    assert [(row.hidden_size, row.pipeline) for row in parts] == [(8, pipeline) for pipeline in PIPELINES]
+    assert all(row.times.data > 0 for row in parts)
     assert [(row.hidden_size, row.pipeline) for row in rows] == [(size, way) for size in (8, 300) for way in CONTENDERS]
     for size in (8, 300):
         speeds = {row.pipeline: row.images_per_second for row in rows if row.hidden_size == size}
@@ -37,6 +42,8 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[:3] == ["device", "hidden", "threads"]
     assert [line.split()[:3] for line in lines[:4]] == [["cpu", "8", "1"]] * 4
+    assert lines[5].split()[3:] == ["data", "copying", "forward", "backward", "optimizer"]
+    assert [line.split()[2] for line in lines[6:]] == list(PIPELINES)
     assert main(["bench", "--device", "cpu", "--hidden", "8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["pipeline"] for row in result["rows"]] == list(CONTENDERS)
