@@ -111,21 +111,30 @@ class DeviceBatches:
         labels: int64, shape (n,), on the same device.
         batch_size: images per batch; the last may be smaller.
         order: drawn from each time it is gone through; without one the order stays.
+        rows: which of the images, int64, on the CPU; by default all.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, batch_size: int, order: ShuffledOrder | None = None) -> None:
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        batch_size: int,
+        order: ShuffledOrder | None = None,
+        rows: Tensor | None = None,
+    ) -> None:
         self.images = images
         self.labels = labels
         self.batch_size = batch_size
         self.order = order
+        self.rows = torch.arange(len(labels)) if rows is None else rows
         # A GPU is told what to do less often, and has the memory; the CPU's caches hold a batch, not many.
         self._at_once = batch_size if labels.device.type == "cpu" else batch_size * max(1, CUT_AT_ONCE // batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        order = self.order.draw() if self.order else torch.arange(len(self.labels))
-        if not len(order):  # resumed after an epoch's last step; `split` would give an empty batch
+        rows = self.rows[self.order.draw()] if self.order else self.rows
+        if not len(rows):  # resumed after an epoch's last step; `split` would give an empty batch
             return
-        for index in order.to(self.labels.device).split(self._at_once):
+        for index in rows.to(self.labels.device).split(self._at_once):
             # As torchvision's ToTensor: float32 in [0, 1].
             images, labels = self.images.index_select(0, index).float().div_(255), self.labels.index_select(0, index)
             if len(index) <= self.batch_size:
@@ -135,7 +144,7 @@ class DeviceBatches:
 
     def __len__(self) -> int:
         """Number of batches."""
-        return -(-len(self.labels) // self.batch_size)
+        return -(-len(self.rows) // self.batch_size)
 
 
 def load_mnist(root: Path) -> Mnist:
@@ -166,10 +175,10 @@ def train_and_val_loaders(
     order = order or ShuffledOrder(TRAIN_SIZE, config.seed)
     if config.pipeline == "DataLoader":
         return _article_loaders(mnist.root, config, device, train, val, order)
-    images, labels = mnist.train_images, mnist.train_labels
+    images, labels = mnist.train_images.to(device), mnist.train_labels.to(device)  # once, for both; no copy on the CPU
     return (
-        DeviceBatches(images[train].to(device), labels[train].to(device), config.batch_size, order),
-        DeviceBatches(images[val].to(device), labels[val].to(device), 2 * config.batch_size),
+        DeviceBatches(images, labels, config.batch_size, order, train),
+        DeviceBatches(images, labels, 2 * config.batch_size, rows=val),
     )
 
 
