@@ -12,12 +12,18 @@ from numpy.typing import NDArray
 
 from .config import TrainConfig
 from .history import Floats, Snapshot
+from .machine import KEPT_SECONDS, Use
+from .rates import COPY_SIZES, PRODUCT_SIZES, Rate, binary_size
+from .vgg import LAYER_NAMES, LayerTime
 
 MAX_BUCKETS = 400  # a bucket gives two points: about one a pixel on a wide screen
 MAX_RATES = 20  # the newest changes of the learning rate; more would hide the lines
 X_AXES = ("step", "epoch", "seconds")
 MAX_COMPARED = 8  # as many as the theme has colours; each has a mark of its own, too
 SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "star", "x", "hexagon")
+DASHES = ("solid", "dot", "dash", "dashdot")
+MACHINE_HEIGHT = 190  # pixels: it stands below the charts of a run
+LOST_SECONDS = 10.0  # samples so far apart are not joined: nobody asked in between
 # Indices into the theme's chartCategoricalColors.
 TRAINING_COLOR, VALIDATION_COLOR = 0, 1
 FIRST_PART_COLOR = 2  # of a step; those before are of the two lanes
@@ -260,3 +266,127 @@ def _positions(history: Snapshot, config: TrainConfig, x_axis: str) -> Callable[
         return lambda index: history.seconds[index]
     per_unit = config.steps_per_epoch if x_axis == "epoch" else 1
     return lambda index: ((index + 1) / per_unit).astype(np.float32)
+
+
+def product_figure(rates: Sequence[Rate], devices: Sequence[str]) -> Figure:
+    """How fast each device multiplies matrices of each size.
+
+    Args:
+        rates: of `product_rates`.
+        devices: names of all that there are, in the order that gives each its colour and its mark.
+    """
+    x_axis = _size_axis("rows and columns", PRODUCT_SIZES, [f"{size:,}" for size in PRODUCT_SIZES])
+    # From a CPU to a GPU it may be a factor of a thousand.
+    y_axis = {"title": {"text": "GFLOP/s", "standoff": 12}, "type": "log", "dtick": 1, "minor": {"showgrid": True}}
+    return {"data": _rate_traces(rates, devices, "%{y:,.3~r} GFLOP/s"), "layout": {"xaxis": x_axis, "yaxis": y_axis}}
+
+
+def copy_figure(rates: Sequence[Rate], devices: Sequence[str]) -> Figure:
+    """How fast bytes are copied to each device, by how many at a time; arguments as for `product_figure`."""
+    x_axis = _size_axis("size of the copy", COPY_SIZES, [binary_size(size) for size in COPY_SIZES])
+    y_axis = {"title": {"text": "GB/s", "standoff": 12}, "rangemode": "tozero"}
+    return {"data": _rate_traces(rates, devices, "%{y:,.3~r} GB/s"), "layout": {"xaxis": x_axis, "yaxis": y_axis}}
+
+
+def layer_figure(times: Sequence[LayerTime]) -> Figure:
+    """What each layer of VGG16 took, forward and backward, as far as it has come."""
+    bars = []
+    for color, is_backward in enumerate((False, True)):
+        shown = [time for time in times if time.is_backward is is_backward]
+        bars.append(
+            {
+                "type": "bar",
+                "name": "backward" if is_backward else "forward",
+                "x": [time.layer for time in shown],
+                "y": [time.seconds for time in shown],
+                "color": color,
+                "marker": {"pattern": {"shape": "/" if is_backward else ""}},
+                "hovertemplate": "%{y:.3~s}s",
+            }
+        )
+    x_axis = {
+        "type": "category",
+        "categoryarray": LAYER_NAMES,
+        "range": [-0.5, len(LAYER_NAMES) - 0.5],  # all places are there from the start
+        "tickangle": -45,
+    }
+    y_axis = {"title": {"text": "seconds", "standoff": 12}, "rangemode": "tozero"}
+    return {"data": bars, "layout": {"xaxis": x_axis, "yaxis": y_axis, "barmode": "group", "height": 320}}
+
+
+def machine_figure(samples: Sequence[Use], device: str) -> Figure:
+    """How busy the machine was over the last two minutes.
+
+    Args:
+        samples: of `recent_use`, the newest last.
+        device: of its GPUs the one of this name is shown, or else the first.
+    """
+    gpus = [next((gpu for gpu in use.gpus if gpu.device == device), next(iter(use.gpus), None)) for use in samples]
+    lines: dict[str, list[float | None]] = {
+        "CPU": [use.busy for use in samples],
+        "memory": [use.memory_share for use in samples],
+        "GPU": [gpu.busy if gpu else None for gpu in gpus],
+        "GPU memory": [gpu.memory_share if gpu else None for gpu in gpus],
+    }
+    now = samples[-1].at if samples else 0.0
+    ago = [use.at - now for use in samples]
+    # A gap in a line is a point without a value.
+    lost = [i for i in range(1, len(ago)) if ago[i] - ago[i - 1] > LOST_SECONDS]
+    return {
+        "data": [
+            {
+                "name": name,
+                "x": np.insert(np.array(ago, np.float32), lost, [ago[i] for i in lost]),
+                "y": np.insert(np.array(values, np.float32), lost, np.nan),
+                "color": color,
+                "line": {"width": 2, "dash": DASHES[color]},
+                "hovertemplate": "%{y:.0%}",
+            }
+            for color, (name, values) in enumerate(lines.items())
+            if any(value is not None for value in values)
+        ],
+        "layout": {
+            "xaxis": {
+                "title": {"text": "seconds ago", "standoff": 4},
+                "range": [-KEPT_SECONDS, 0],
+                "tickvals": [-120, -90, -60, -30, 0],
+                "ticktext": ["120", "90", "60", "30", "now"],
+            },
+            "yaxis": {"title": {"text": "this machine", "standoff": 12}, "tickformat": ".0%", "range": [0, 1.02]},
+            "height": MACHINE_HEIGHT,
+        },
+        "is_wide": True,
+    }
+
+
+def _rate_traces(rates: Sequence[Rate], devices: Sequence[str], hover: str) -> list[dict[str, Any]]:
+    """A line for each device and kind of memory."""
+    traces = []
+    for device, kind in dict.fromkeys((rate.device, rate.kind) for rate in rates):
+        shown = [rate for rate in rates if (rate.device, rate.kind) == (device, kind)]
+        color = devices.index(device) % MAX_COMPARED
+        is_second = kind == "pageable"  # of two lines of one device
+        traces.append(
+            {
+                "name": f"{device}, {kind} memory" if kind else device,
+                "x": [rate.size for rate in shown],
+                "y": [rate.per_second / 1e9 for rate in shown],
+                "color": color,
+                "mode": "lines+markers",
+                "line": {"width": 3, "dash": "dot" if is_second else "solid"},
+                "marker": {"size": 9, "symbol": SYMBOLS[color] + "-open" * is_second},
+                "hovertemplate": hover,
+            }
+        )
+    return traces
+
+
+def _size_axis(title: str, sizes: Sequence[int], texts: Sequence[str]) -> dict[str, Any]:
+    low, high = (float(np.log2(size) * np.log10(2)) for size in (sizes[0], sizes[-1]))
+    return {
+        "title": {"text": title},
+        "type": "log",
+        "range": [low - 0.1, high + 0.1],
+        "tickvals": list(sizes),
+        "ticktext": list(texts),
+    }

@@ -11,13 +11,20 @@ from mnist_trainer.charts import (
     X_AXES,
     accuracy_figure,
     comparison_figures,
+    copy_figure,
     extremes,
+    layer_figure,
     loss_figure,
+    machine_figure,
+    product_figure,
     smoothed,
     step_times_figure,
 )
 from mnist_trainer.config import TrainConfig
 from mnist_trainer.history import EpochEnd, Floats, History, RateChange, Snapshot
+from mnist_trainer.machine import GpuUse, Use
+from mnist_trainer.rates import COPY_SIZES, PRODUCT_SIZES, Rate
+from mnist_trainer.vgg import LAYER_NAMES, LayerTime
 
 CONFIG = TrainConfig(device="cpu", epochs=5)  # 391 steps an epoch
 
@@ -189,3 +196,59 @@ def test_the_parts_of_a_step_are_stacked_in_milliseconds_the_first_lane_on_top()
     assert figure["data"][0]["x"] == pytest.approx([0.1, 10.5])
     assert figure["data"][0]["text"] == ["data 0.10", "data 10.50"]
     assert figure["layout"]["barmode"] == "stack"
+
+
+def test_each_device_has_one_colour_and_mark_in_both_figures_and_its_own() -> None:
+    devices = ["cuda:0", "xpu", "cpu"]
+    products = [Rate(device, "", size, size * 1e9) for device in ("cuda:0", "cpu") for size in PRODUCT_SIZES]
+    copies = [Rate("cuda:0", kind, size, 2e9) for kind in ("pageable", "pinned") for size in COPY_SIZES]
+    gpu, cpu = product_figure(products, devices)["data"]
+    pageable, pinned = copy_figure(copies, devices)["data"]
+    assert (gpu["name"], cpu["name"]) == ("cuda:0", "cpu")
+    assert (gpu["x"], gpu["y"]) == (list(PRODUCT_SIZES), [float(size) for size in PRODUCT_SIZES])  # in GFLOP/s
+    assert gpu["color"] == pageable["color"] == pinned["color"] != cpu["color"]
+    assert gpu["marker"]["symbol"] == pinned["marker"]["symbol"] != cpu["marker"]["symbol"]
+    assert (pageable["name"], pinned["name"]) == ("cuda:0, pageable memory", "cuda:0, pinned memory")
+    assert pageable["line"]["dash"] != pinned["line"]["dash"]
+    assert pageable["marker"]["symbol"] != pinned["marker"]["symbol"]
+    assert set(pinned["y"]) == {2.0}  # in GB/s
+
+
+def test_all_sizes_are_on_the_axis_before_they_are_measured() -> None:
+    for figure, sizes in ((product_figure([], ["cpu"]), PRODUCT_SIZES), (copy_figure([], ["cpu"]), COPY_SIZES)):
+        axis = figure["layout"]["xaxis"]
+        assert figure["data"] == []
+        assert axis["tickvals"] == list(sizes)
+        assert axis["range"][0] < np.log10(sizes[0]) < np.log10(sizes[-1]) < axis["range"][1]
+
+
+def test_the_layers_times_are_bars_in_the_networks_order() -> None:
+    times = [LayerTime(name, False, 0.5) for name in LAYER_NAMES] + [LayerTime("fc8", True, 0.25)]
+    figure = layer_figure(times)
+    forward, backward = figure["data"]
+    assert (forward["name"], backward["name"]) == ("forward", "backward")
+    assert forward["x"] == list(LAYER_NAMES)
+    assert (backward["x"], backward["y"]) == (["fc8"], [0.25])
+    assert forward["marker"]["pattern"] != backward["marker"]["pattern"]
+    assert figure["layout"]["xaxis"]["range"] == [-0.5, 15.5]
+
+
+def test_the_machines_use_is_drawn_in_seconds_ago_with_gaps_where_nobody_asked() -> None:
+    samples = [Use(at, busy, 3, 4) for at, busy in ((100.0, None), (101.0, 0.5), (140.0, 0.25), (141.0, 1.0))]
+    cpu, memory = machine_figure(samples, "cpu")["data"]
+    assert (cpu["name"], memory["name"]) == ("CPU", "memory")
+    np.testing.assert_array_equal(cpu["x"], [-41, -40, -1, -1, 0])
+    np.testing.assert_array_equal(cpu["y"], [np.nan, 0.5, np.nan, 0.25, 1])
+    np.testing.assert_array_equal(memory["y"], [0.75, 0.75, np.nan, 0.75, 0.75])
+    assert cpu["line"]["dash"] != memory["line"]["dash"]
+
+
+def test_of_the_gpus_the_runs_own_is_drawn_as_far_as_it_is_known() -> None:
+    gpus = (GpuUse("cuda:0", 0.1, 1, 10), GpuUse("cuda:1", 0.75, None, None))
+    samples = [Use(100.0, 0.5, 3, 4, gpus)]
+    assert [trace["name"] for trace in machine_figure(samples, "cuda:1")["data"]] == ["CPU", "memory", "GPU"]
+    lines = machine_figure(samples, "cpu")["data"]
+    assert [trace["name"] for trace in lines] == ["CPU", "memory", "GPU", "GPU memory"]
+    np.testing.assert_allclose([trace["y"][0] for trace in lines], [0.5, 0.75, 0.1, 0.1], rtol=1e-6)
+    assert len({trace["line"]["dash"] for trace in lines}) == len({trace["color"] for trace in lines}) == 4
+    assert machine_figure([], "cpu")["data"] == []

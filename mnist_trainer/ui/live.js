@@ -45,6 +45,7 @@ class LiveChart {
   update(data) {
     this.data = data
     this.element.style.height = `${data.layout.height ?? data.height}px` // at once, so that the page does not jump later
+    this.element.classList.toggle("wide", data.isWide)
     this.element.setAttribute("role", "img")
     this.element.setAttribute("aria-label", data.description)
     this.draw()
@@ -111,7 +112,7 @@ class LiveChart {
       shapes: data.layout.shapes?.map(shape => ({ line: { width: 1, dash: "dot", color: this.property("text-color") }, opacity: 0.6, ...shape })),
       annotations: data.layout.annotations?.map(note => ({ xanchor: "left", yanchor: "top", font: { size: 13 }, ...note })),
       xaxis: { ...axis, ...data.layout.xaxis },
-      yaxis: { ...axis, ...data.layout.yaxis },
+      yaxis: { ...axis, ...data.layout.yaxis, minor: { gridcolor: axis.gridcolor, showgrid: false, ...data.layout.yaxis?.minor } },
     }
   }
 

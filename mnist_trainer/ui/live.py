@@ -97,7 +97,8 @@ def live_data(
 
     Args:
         charts: figures of `mnist_trainer.charts`, and what screen readers say of each; a trace's "color" is an
-            index into the theme's colours, and a layout's "height" is in pixels.
+            index into the theme's colours, a layout's "height" is in pixels, and a figure that "is_wide" has a row
+            to itself.
         revision: while it stays the same, so do zoom and legend.
         panels: what stands above the charts.
         is_large: whether the panels are to be read from the last row of a room.
@@ -112,6 +113,7 @@ def live_data(
             {
                 "traces": [{**trace, "x": _typed(trace["x"]), "y": _typed(trace["y"])} for trace in figure["data"]],
                 "layout": figure["layout"],
+                "isWide": figure.get("is_wide", False),
                 "description": description,
             }
             for figure, description in charts
