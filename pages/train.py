@@ -6,10 +6,11 @@ from typing import Any
 
 import streamlit as st
 
-from mnist_trainer.charts import accuracy_figure, loss_figure
+from mnist_trainer.charts import accuracy_figure, loss_figure, machine_figure
 from mnist_trainer.config import OPTIMIZERS, TrainConfig, check_learning_rate
 from mnist_trainer.control import Control
 from mnist_trainer.errors import MnistTrainerError
+from mnist_trainer.machine import recent_use
 from mnist_trainer.run import Run
 from mnist_trainer.runs import RunManager
 from mnist_trainer.ui.frame import errors_shown, page, plain, settings_line, status_badge
@@ -342,7 +343,9 @@ def live_panel(runs: RunManager, run_id: str, shown: tuple[object, ...], interva
             st.rerun()  # the page around it depends on them
         looks = chart_looks()
         history = run.snapshot()
-        version = (run.state, history.steps, len(history.epochs), history.rates, run.is_testing, place(runs, run))
+        sampled_at = recent_use()[-1].at if run.is_live else 0.0
+        course = (history.steps, len(history.epochs), history.rates, run.is_testing, place(runs, run))
+        version = (run.state, *course, sampled_at)
         is_moving = run.state.status == "running"
         live("panel", shared((run.id, *looks), version, lambda: panel_data(runs, run, *looks), is_moving=is_moving))
 
@@ -361,6 +364,8 @@ def panel_data(runs: RunManager, run: Run, x_axis: str, smoothing: float, is_log
         (loss, described("Loss", history.recent(history.losses))),
         (right, described("Accuracy", history.recent(history.accuracies))),
     ]
+    if run.is_live:
+        charts.append((machine_figure(recent_use(), run.config.device), "How busy this machine was."))
     progress = (history.steps / run.config.total_steps, progress_text(runs, run)) if run.is_live else None
     # Zoom is kept until another run or axis is shown.
     return live_data(charts, f"{run.id} {x_axis}", [Panel(tiles(run), progress)])

@@ -64,6 +64,18 @@ def test_while_it_trains_it_can_be_stopped(app: RunManager) -> None:
     ]
 
 
+def test_while_it_trains_the_machines_use_is_shown_below_the_charts(app: RunManager) -> None:
+    run = app.start(LONG)
+    page = open_page(PAGE)
+    *_, machine = component_data(page)["charts"]
+    assert machine["isWide"]
+    assert "memory" in [trace["name"] for trace in machine["traces"]]
+    click(page, "Stop")
+    assert run.ended.wait(10)
+    rerun(page)
+    assert [chart["isWide"] for chart in component_data(page)["charts"]] == [False, False]
+
+
 def test_a_run_can_be_paused_taken_step_by_step_and_let_go_on(app: RunManager) -> None:
     run = app.start(LONG)
     until(lambda: run.snapshot().steps)  # loading MNIST may take longer than the page waits for a pause
