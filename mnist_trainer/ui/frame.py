@@ -12,6 +12,7 @@ import streamlit as st
 from mnist_trainer.errors import MnistTrainerError
 
 if TYPE_CHECKING:
+    from mnist_trainer.measurements import Measurements
     from mnist_trainer.run import Run
     from mnist_trainer.runs import RunManager
 
@@ -21,6 +22,7 @@ PAGES = (
     ("pages/race.py", "Race", ":material/sports_score:"),
     ("pages/draw.py", "Draw", ":material/draw:"),
     ("pages/runs.py", "Runs", ":material/folder_open:"),
+    ("pages/devices.py", "Devices", ":material/memory:"),
 )
 # Less room at the top, so that charts fit a projector; no keyboard shortcut on what has no keyboard.
 STYLE = """<style>
@@ -93,6 +95,14 @@ def manager() -> "RunManager":
     # with thirty pages open, a run keeps some five points more of its speed. (Shorter intervals halve it.)
     sys.setswitchinterval(SWITCH_SECONDS)
     return runs
+
+
+@st.cache_resource(show_spinner=False, on_release=lambda measured: measured.stop(wait_seconds=10.0))
+def measurements() -> "Measurements":
+    """The measurements of this process: a reload, or another phone, finds them again."""
+    from mnist_trainer.measurements import Measurements
+
+    return Measurements()
 
 
 def status_badge(run: "Run") -> None:
