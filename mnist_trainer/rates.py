@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .devices import Device
+from .devices import Device, synchronize
 from .job import Job
 
 PRODUCT_SIZES = tuple(2**power for power in range(5, 13))  # 32 to 4,096 rows and columns
@@ -86,26 +86,20 @@ def median_seconds(work: Callable[[], object], device: str, job: Job) -> float:
         JobStoppedError: a stop was asked for.
     """
     work()
-    wait_for(device)
+    synchronize(device)
     samples, repeats, ends_at = list[float](), 1, time.perf_counter() + SIZE_SECONDS
     while len(samples) < 3 or time.perf_counter() < ends_at:
         job.check()
         begun = time.perf_counter()
         for _ in range(repeats):
             work()
-        wait_for(device)
+        synchronize(device)
         seconds = time.perf_counter() - begun
         if seconds < SAMPLE_SECONDS:
             repeats = math.ceil(1.2 * repeats * SAMPLE_SECONDS / max(seconds, SAMPLE_SECONDS / 100))
         else:
             samples.append(seconds / repeats)
     return statistics.median(samples)
-
-
-def wait_for(device: str) -> None:
-    """Until all is done that was asked of a device, which else computes on while Python goes ahead."""
-    if not device.startswith("cpu"):
-        torch.accelerator.synchronize(device)
 
 
 def binary_size(count: int) -> str:

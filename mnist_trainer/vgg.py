@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import readable_bytes
-from .devices import USABLE_MEMORY, Device, free_memory
+from .devices import USABLE_MEMORY, Device, free_memory, synchronize
 from .errors import ConfigError
 from .job import Job
 from .model import MnistModel
-from .rates import wait_for
 
 IMAGE_SHAPE = (3, 224, 224)  # ImageNet's
 LEARNING_RATE = 0.01
@@ -239,7 +238,7 @@ def _train_layer_by_layer(model: nn.Module, images: Tensor, lap: Callable[[Layer
     optimizer.zero_grad()
     parts = layers(model)
     inputs, outputs = list[Tensor](), list[Tensor]()
-    wait_for(device)
+    synchronize(device)
     since = time.perf_counter()
     for name, part in parts.items():
         # The images themselves need no gradient.
@@ -254,13 +253,13 @@ def _train_layer_by_layer(model: nn.Module, images: Tensor, lap: Callable[[Layer
         gradient = inputs.pop().grad
         since = _lap(name, True, since, device, lap)
     optimizer.step()
-    wait_for(device)
+    synchronize(device)
     return time.perf_counter() - since
 
 
 def _lap(name: str, is_backward: bool, since: float, device: str, lap: Callable[[LayerTime], None]) -> float:
     """Take a layer's time; return when the next one's begins."""
-    wait_for(device)
+    synchronize(device)
     lap(LayerTime(name, is_backward, time.perf_counter() - since))
     return time.perf_counter()
 
@@ -294,7 +293,7 @@ def _article_step(device: str, batch_size: int, job: Job) -> Step:
         times = [time.perf_counter()]
         loss = F.cross_entropy(model.forward(images), labels)
         for work in (loss.backward, optimizer.step, optimizer.zero_grad):
-            wait_for(device)
+            synchronize(device)
             times.append(time.perf_counter())
             work()
         each.append((times[1] - times[0], times[2] - times[1], times[3] - times[2]))
