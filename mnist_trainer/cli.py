@@ -3,8 +3,10 @@
 # PyTorch takes seconds to import: each command imports what it needs, so that `--help` answers at once.
 
 import argparse
+import dataclasses
 import json
 import logging
+import os
 import re
 import signal
 import sys
@@ -23,6 +25,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .group import Group
     from .run import Run
 
 EPILOG = """\
@@ -48,10 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.command(options)
     except MnistTrainerError as error:
         print(error, file=sys.stderr)
-        return USAGE if isinstance(error, ConfigError | DeviceUnavailableError | RunNotFoundError) else FAILED
+        return _exit_status(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
+
+
+def _exit_status(error: MnistTrainerError) -> int:
+    return USAGE if isinstance(error, ConfigError | DeviceUnavailableError | RunNotFoundError) else FAILED
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
@@ -133,23 +140,55 @@ def _add_predict(commands: Any) -> None:
 def _train(options: argparse.Namespace) -> int:
     names = ("device", "epochs", "learning_rate", "hidden_size", "batch_size", "optimizer", "seed", "pipeline")
     texts = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        return _train_together(options, texts)
+    return _train_here(options, texts)
+
+
+def _train_together(options: argparse.Namespace, texts: dict[str, str]) -> int:
+    """Train as one of the processes that `torchrun` started; all of them end with the same status."""
+    from .distributed import follow
+    from .group import Group
+
+    group, status = Group(), FAILED
+    if group.rank:
+        group.agree_on_device(texts.get("device", "auto"))
+        return follow(group)
+    try:
+        group.agree_on_device(texts.get("device", "auto"))
+        status = _train_here(options, texts, group)
+    except MnistTrainerError as error:
+        status = _exit_status(error)
+        raise
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        raise
+    finally:
+        for kind in (signal.SIGINT, signal.SIGTERM):  # once another has ended, the launcher ends this one too
+            signal.signal(kind, signal.SIG_IGN)
+        group.dismiss(status)
+    return status
+
+
+def _train_here(options: argparse.Namespace, texts: dict[str, str], group: "Group | None" = None) -> int:
+    """Train in this process; with a group, as the one that leads."""
     config = TrainConfig.from_text(texts)
     _check_earlier(options, texts)
 
     from .runs import RunManager
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill keeps the run as Ctrl-C does
-    manager = RunManager()
-    device = texts.get("device", "")
+    manager = RunManager(group=group)
+    device = group.device if group else texts.get("device", "")
     if options.resume:
         run = manager.resume(manager.get(options.resume).id, device)
     elif options.parent:
         learning_rate = config.learning_rate if "learning_rate" in texts else None
         run = manager.continue_run(manager.get(options.parent).id, config.epochs, learning_rate, device)
     else:
-        run = manager.start(config)
+        run = manager.start(dataclasses.replace(config, device=device or config.device))
     try:
-        _show_progress(run)
+        _show_progress(run, group.size if group else 1)
     except KeyboardInterrupt:
         print("Stopping; the run is kept.", file=sys.stderr)
     finally:
@@ -169,12 +208,13 @@ def _check_earlier(options: argparse.Namespace, texts: dict[str, str]) -> None:
         raise ConfigError("--from needs --epochs: for how many more the run is to be continued.")
 
 
-def _show_progress(run: "Run") -> None:
+def _show_progress(run: "Run", processes: int) -> None:
     """Follow `run` on standard error until it ends: a bar on a terminal, a line an epoch anywhere."""
     from tqdm import tqdm
 
     shown, told = len(run.snapshot().epochs), ""
-    print(f"Run {run.id} on {run.state.device_label}", file=sys.stderr)
+    together = f", {processes} processes" if processes > 1 else ""
+    print(f"Run {run.id} on {run.state.device_label}{together}", file=sys.stderr)
     total, done = run.config.total_steps, run.snapshot().steps
     with tqdm(total=total, initial=done, unit="step", disable=None, file=sys.stderr) as bar:
         while True:

@@ -60,6 +60,7 @@ def run_as_json(run: "Run") -> dict[str, Any]:
         "status": state.status,
         "message": state.message or run.problem,
         "settings": run.config.to_json(),
+        "processes": state.processes,
         "steps": run.snapshot().steps if run.is_live or state.steps is None else state.steps,
         "epochs": len(run.epochs),
         "best_val_accuracy": run.best_val_accuracy,
@@ -117,6 +118,8 @@ def _show(options: argparse.Namespace) -> int:
             print(f"  {line}")
     if run.origin.parent:
         print(f"  continued from run {run.origin.parent} after step {run.origin.parent_step:,}")
+    if run.state.processes > 1:
+        print(f"  trained by {run.state.processes} processes together")
     for change in run.state.changes:
         print(f"  {change.at}  {change.status} at step {change.step:,}")
     if run.state.status == "interrupted":

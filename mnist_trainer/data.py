@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from .config import HOME_VARIABLE, TRAIN_SIZE, VAL_SIZE, TrainConfig
 from .devices import DeviceDataLoader
@@ -35,6 +35,9 @@ MD5 = {
     "t10k-images-idx3-ubyte": ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
     "t10k-labels-idx1-ubyte": ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
 }
+# One process's part of the indices of a batch that several train on.
+Share = Callable[[Tensor], Tensor]
+
 DOWNLOAD_TIMEOUT_SECONDS = 10.0  # of silence, a mirror each
 LOCK_TIMEOUT_SECONDS = 60.0  # unpacking takes half a second; a download some more
 CUT_AT_ONCE = 8_192  # images: 26 MB as numbers
@@ -112,6 +115,7 @@ class DeviceBatches:
         batch_size: images per batch; the last may be smaller.
         order: drawn from each time it is gone through; without one the order stays.
         rows: which of the images, int64, on the CPU; by default all.
+        share: of each batch, the images to give; by default all.
     """
 
     def __init__(
@@ -121,20 +125,24 @@ class DeviceBatches:
         batch_size: int,
         order: ShuffledOrder | None = None,
         rows: Tensor | None = None,
+        share: Share | None = None,
     ) -> None:
         self.images = images
         self.labels = labels
         self.batch_size = batch_size
         self.order = order
+        self.share = share
         self.rows = torch.arange(len(labels)) if rows is None else rows
         # A GPU is told what to do less often, and has the memory; the CPU's caches hold a batch, not many.
-        self._at_once = batch_size if labels.device.type == "cpu" else batch_size * max(1, CUT_AT_ONCE // batch_size)
+        is_cut_singly = labels.device.type == "cpu" or share
+        self._at_once = batch_size if is_cut_singly else batch_size * max(1, CUT_AT_ONCE // batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         rows = self.rows[self.order.draw()] if self.order else self.rows
         if not len(rows):  # resumed after an epoch's last step; `split` would give an empty batch
             return
-        for index in rows.to(self.labels.device).split(self._at_once):
+        cuts = rows.to(self.labels.device).split(self._at_once)
+        for index in map(self.share, cuts) if self.share else cuts:
             # As torchvision's ToTensor: float32 in [0, 1].
             images, labels = self.images.index_select(0, index).float().div_(255), self.labels.index_select(0, index)
             if len(index) <= self.batch_size:
@@ -164,9 +172,13 @@ def split_indices(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train_and_val_loaders(
-    mnist: Mnist, config: TrainConfig, device: torch.device | str, order: ShuffledOrder | None = None
+    mnist: Mnist,
+    config: TrainConfig,
+    device: torch.device | str,
+    order: ShuffledOrder | None = None,
+    share: Share | None = None,
 ) -> tuple[Batches, Batches]:
-    """The training and validation batches of a run, on `device`.
+    """The training and validation batches of a run, on `device`; of training only this process's `share`.
 
     Both pipelines give the same batches in the same order. Training order is drawn anew each epoch, from
     `order`, or as the settings' seed has it; validation batches are twice as large, as in the article.
@@ -174,10 +186,10 @@ def train_and_val_loaders(
     train, val = split_indices(config.seed)
     order = order or ShuffledOrder(TRAIN_SIZE, config.seed)
     if config.pipeline == "DataLoader":
-        return _article_loaders(mnist.root, config, device, train, val, order)
+        return _article_loaders(mnist.root, config, device, train, val, order, share)
     images, labels = mnist.train_images.to(device), mnist.train_labels.to(device)  # once, for both; no copy on the CPU
     return (
-        DeviceBatches(images, labels, config.batch_size, order, train),
+        DeviceBatches(images, labels, config.batch_size, order, train, share),
         DeviceBatches(images, labels, 2 * config.batch_size, rows=val),
     )
 
@@ -262,6 +274,7 @@ def _article_loaders(
     train: Tensor,
     val: Tensor,
     order: ShuffledOrder,
+    share: Share | None,
 ) -> tuple[Batches, Batches]:
     """The article's way: images one by one through `ToTensor`, batches copied to the device.
 
@@ -276,10 +289,37 @@ def _article_loaders(
     training, validation = Subset(dataset, train.tolist()), Subset(dataset, val.tolist())
     # A generator of their own: they draw a seed for workers, else from the process's random state.
     options: dict[str, Any] = {"pin_memory": torch.device(device).type == "cuda", "generator": torch.Generator()}
+    batches: dict[str, Any] = {"batch_size": config.batch_size, "sampler": order}
+    if share:
+        batches = {"batch_sampler": _Shares(order, config.batch_size, share), "collate_fn": _collated}
     return (
-        DeviceDataLoader(DataLoader(training, config.batch_size, sampler=order, **options), device),
+        DeviceDataLoader(DataLoader(training, **batches, **options), device),
         DeviceDataLoader(DataLoader(validation, 2 * config.batch_size, **options), device),
     )
+
+
+class _Shares:
+    """Of each batch, the indices of the images that this process trains on: a `batch_sampler`."""
+
+    def __init__(self, order: ShuffledOrder, batch_size: int, share: Share) -> None:
+        self.order = order
+        self.batch_size = batch_size
+        self.share = share
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if len(order := self.order.draw()):
+            for index in order.split(self.batch_size):
+                yield self.share(index).tolist()
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.batch_size)
+
+
+def _collated(images: list[tuple[Tensor, int]]) -> Batch:
+    """A batch of these images and labels, of which there may be none."""
+    if images:
+        return default_collate(images)  # type: ignore[no-any-return]
+    return torch.empty(0, 1, 28, 28), torch.empty(0, dtype=torch.int64)
 
 
 def _damaged(raw: Path) -> list[str]:

@@ -21,6 +21,14 @@ class DeviceUnavailableError(MnistTrainerError):
     """A device was asked for by name and cannot be used."""
 
 
+class GroupError(MnistTrainerError):
+    """The processes that should train a run together do not find each other."""
+
+
+class ProcessLostError(GroupError):
+    """One of the processes that train a run together has died, or cannot be reached."""
+
+
 class RunNotFoundError(MnistTrainerError, LookupError):
     """No run has this id."""
 

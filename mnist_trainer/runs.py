@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from .archive import import_run
 from .config import AT_ONCE_VARIABLE, TrainConfig, check_epochs, check_learning_rate
@@ -31,6 +31,9 @@ from .state import About, Change, Checkpoint, Origin, RunState
 from .store import RunFolder, home_folder, rates_file
 from .trainer import train_run
 from .trash import Trash
+
+if TYPE_CHECKING:
+    from .group import Group
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +56,16 @@ class RunManager:
         home: the folder with `runs` and `data`; by default `home_folder()`.
         at_once: how many runs train at a time, the others wait; by default what the environment variable
             `MNIST_TRAINER_RUNS_AT_ONCE` says, or 1.
+        group: the processes that train its runs together, of which this is rank 0; by default this one alone.
 
     Raises:
         ConfigError: the environment variable is not a number from 1 to 16.
     """
 
-    def __init__(self, home: Path | None = None, at_once: int | None = None) -> None:
+    def __init__(self, home: Path | None = None, at_once: int | None = None, group: "Group | None" = None) -> None:
         self.home = home or home_folder()
         self.at_once = at_once or _at_once()
+        self.group = group
         self._runs: dict[str, Run] = {}
         self._looked_at: OrderedDict[str, Run] = OrderedDict()  # whose history is in memory
         self._waiting: list[Run] = []
@@ -437,7 +442,7 @@ class RunManager:
     def _train(self, run: Run) -> None:
         """The target of a training thread."""
         try:
-            train_run(run, self.home)
+            train_run(run, self.home, self.group)
         finally:
             with self._lock:
                 del self._threads[run]

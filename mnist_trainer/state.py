@@ -40,10 +40,11 @@ class RunState:
         device_label: what it trains on, as a person calls it.
         seconds: how long it took, from the first step to the last validation, pauses left out; None while it trains.
         steps: steps done when it ended; None while it trains.
-        threads: of the CPU, with which it trains: with another number sums are rounded differently.
+        threads: of the CPU, with which each process trains: with another number sums are rounded differently.
         test_loss: over the 10,000 test images, nats per image; None until it has ended.
         test_accuracy: the same, fraction in [0, 1].
         changes: every change of the status, oldest first.
+        processes: that train it together, or did so last.
     """
 
     status: str = "queued"
@@ -56,6 +57,7 @@ class RunState:
     test_loss: float | None = None
     test_accuracy: float | None = None
     changes: tuple[Change, ...] = ()
+    processes: int = 1
 
     @property
     def is_live(self) -> bool:

@@ -625,11 +625,11 @@ def _fits(name: str, value: object) -> bool:
     if name in ("status", "message", "device_label"):
         return isinstance(value, str)
     if value is None:
-        return True
+        return name != "processes"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:  # NaN fails this too
         return False
-    if name in ("steps", "threads"):
-        return isinstance(value, int) and (value <= 1024 or name == "steps")
+    if name in ("steps", "threads", "processes"):
+        return isinstance(value, int) and (value <= 1024 or name == "steps") and (value >= 1 or name != "processes")
     return value <= 1 or name != "test_accuracy"
 
 

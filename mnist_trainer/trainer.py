@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,15 +26,18 @@ from .graph import GraphedStep
 from .history import EpochEnd, RateChange
 from .model import Batch, MnistModel
 from .state import Checkpoint, RunState, TrainingState
-from .training import OPTIMIZER_FACTORIES, Batches, evaluate, fit
+from .training import OPTIMIZER_FACTORIES, Batches, Step, evaluate, fit, load_optimizer, train_step
 
 if TYPE_CHECKING:
+    from .group import Group
     from .run import Run
 
 log = logging.getLogger(__name__)
 
 FETCH_SECONDS = 0.2  # how often losses are read off the device, written down and shown
 SYNC_SECONDS = 0.6  # how often what is written goes to the disk itself: a power cut takes less than a second of it
+STRETCH_SECONDS = 0.1  # how often the other processes of a run hear from the one that leads
+GRACE_SECONDS = 5.0  # once a process is lost, for the training thread to notice by itself
 RETRY_SECONDS = 1.0  # how often a full disk is tried again
 # Below this hidden size a second thread costs more than it brings; on a machine that also runs the
 # server and a browser, threads that wait for each other cost most of the speed.
@@ -78,6 +83,7 @@ class _Recorder:
         self.control = control
         self.model = model
         self.order = data.ShuffledOrder(TRAIN_SIZE, run.config.seed)
+        self.step: Step = GraphedStep() if run.config.device.startswith("cuda") else train_step
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizer_state: dict[str, Any] | None = None  # to begin with
         self.epochs = self.steps = 0
@@ -123,10 +129,7 @@ class _Recorder:
         """The optimizer of the settings, as the run left it: what `fit` calls as `opt_func`."""
         self.optimizer = OPTIMIZER_FACTORIES[self.run.config.optimizer](parameters, learning_rate)
         state = self.optimizer_state or self.optimizer.state_dict()
-        for group in state["param_groups"]:
-            if "capturable" in group:  # Adam's count of steps lies where a CUDA graph can reach it, and only there
-                group["capturable"] = self.run.config.device.startswith("cuda")
-        self.optimizer.load_state_dict(state)
+        load_optimizer(self.optimizer, state, for_graph=isinstance(self.step, GraphedStep))
         self.optimizer_state = None
         self._turn_to_rate()
         return self.optimizer
@@ -351,33 +354,105 @@ class _Recorder:
         self.fetched = self.seconds
 
 
+class _Leader(_Recorder):
+    """The recorder of a run that several processes train: has the others take every step with it.
+
+    They are told of a few steps at a time, then they listen again. All that may wait, or end training, is done
+    while they listen, so that none is left alone in the middle of a step.
+    """
+
+    def __init__(
+        self, run: "Run", control: Control, model: MnistModel, start: Checkpoint | None, group: "Group", threads: int
+    ) -> None:
+        from .distributed import SharedModel, Start
+
+        super().__init__(run, control, model, start)
+        self.step = train_step  # the processes speak with each other in the middle of it
+        self.group = group
+        self.stretch_end = self.steps
+        order = self.order
+        group.tell(Start(run.config, self.epochs + 1, order.state, order.skipped, self.optimizer_state, threads))
+        self.model = self.shared = SharedModel(model, group)
+
+    def heed(self) -> None:
+        if self.steps == self.stretch_end:
+            super().heed()
+            self._begin_stretch()
+
+    def on_step(self, loss: Tensor) -> None:
+        self.group.are_listening = self.steps + 1 == self.stretch_end
+        super().on_step(self.shared.train_loss)
+
+    def fetch(self) -> None:
+        if self.group.are_listening or self.group.lost.is_set():
+            super().fetch()
+
+    def confirm(self) -> None:
+        """Make sure that all processes are there still.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        from .distributed import Stretch
+
+        self.group.tell(Stretch(0, self.learning_rate))
+
+    def _begin_stretch(self) -> None:
+        from .distributed import Stretch
+
+        per_epoch = self.run.config.steps_per_epoch
+        # To the end of the epoch at most, when this process validates, and to the next learning rate.
+        ends = (per_epoch - self.steps % per_epoch, (self.due or math.inf) - self.steps)
+        speed = self.run.snapshot().steps_per_second() or 0.0
+        steps = int(min(max(1.0, speed * STRETCH_SECONDS), *ends))
+        self.group.tell(Stretch(steps, self.learning_rate))
+        self.group.are_listening = False
+        self.stretch_end += steps
+
+
 def threads_for(hidden_size: int) -> int:
     """How many threads of the CPU train a network of this size the fastest."""
     return 1 if hidden_size < ONE_THREAD_BELOW else _all_threads
 
 
-def train_run(run: "Run", home: Path) -> None:
+def train_run(run: "Run", home: Path, group: "Group | None" = None) -> None:
     """Train `run` to whatever end it has. The target of its thread; nothing it raises is lost."""
     config, control = run.config, run.control
     assert control is not None
     recorder: _Recorder | None = None
     try:
         # A run that goes on does so with as many as before, or the last digits would differ.
-        threads = run.state.threads or threads_for(config.hidden_size)
+        # Several processes share the cores, and their sums differ in the last digits anyway.
+        threads = (None if group else run.state.threads) or threads_for(config.hidden_size)
         torch.set_num_threads(threads)
         state = run.state.turned("running", run.snapshot().steps)  # written down once there is room, below
-        run.state = RunState(state.status, device_label=state.device_label, threads=threads, changes=state.changes)
+        run.state = RunState(
+            state.status,
+            device_label=state.device_label,
+            threads=threads,
+            changes=state.changes,
+            processes=group.size if group else 1,
+        )
         mnist = data.load_mnist(home / "data")
         if config.device.startswith("cuda"):
             torch.cuda.set_device(config.device)  # of this thread
         model = seeded_model(config).to(config.device)
-        recorder = _Recorder(run, control, model, run.folder.load_checkpoint(with_training=True))
-        train_loader, val_loader = data.train_and_val_loaders(mnist, config, config.device, recorder.order)
+        start = run.folder.load_checkpoint(with_training=True)
+        if group:
+            group.on_loss = functools.partial(_give_up, run)
+            group.on_stop = functools.partial(control.request_stop, skip_test=True)
+            recorder = _Leader(run, control, model, start, group, threads)
+        else:
+            recorder = _Recorder(run, control, model, start)
+        share = group.share if group else None
+        train_loader, val_loader = data.train_and_val_loaders(mnist, config, config.device, recorder.order, share)
         recorder.publish()
         status, message, suggestion = _fit(recorder, train_loader, val_loader)
+        if status == "stopped" and isinstance(recorder, _Leader):
+            recorder.confirm()  # the launcher stops all processes once one has died: then it failed
         _end(recorder, mnist, status, message, suggestion)
     except Exception as error:  # the thread's last stop: what is not shown from here nobody sees
-        _fail(run, recorder, error)
+        _fail(run, recorder, group.explained(error) if group else error)
     finally:
         run.end()
 
@@ -395,7 +470,7 @@ def _fit(recorder: _Recorder, train_loader: Batches, val_loader: Batches) -> tup
             _Heeding(train_loader, recorder.heed),
             _Heeding(val_loader, recorder.heed_in_validation),
             recorder.build_optimizer,
-            step=GraphedStep() if config.device.startswith("cuda") else None,
+            step=recorder.step,
             on_step=recorder.on_step,
             on_epoch=recorder.on_epoch,
             first_epoch=recorder.epochs + 1,
@@ -481,6 +556,16 @@ def _fail(run: "Run", recorder: _Recorder | None, error: Exception) -> None:
     steps = run.snapshot().steps
     state = run.state.turned("failed", steps, message)
     run.set_state(dataclasses.replace(state, seconds=recorder.seconds if recorder else run.seconds, steps=steps))
+
+
+def _give_up(run: "Run", problem: str) -> None:
+    """Fail a run that lost a process, should its thread wait for that one. Called on a thread of the group."""
+    if run.ended.wait(GRACE_SECONDS):
+        return
+    log.error("Run %s failed: %s", run.id, problem)
+    steps = run.snapshot().steps
+    run.set_state(dataclasses.replace(run.state.turned("failed", steps, problem), seconds=run.seconds, steps=steps))
+    os._exit(1)  # nothing less ends a thread that waits in a call to the network or to a GPU
 
 
 def _salvage(recorder: _Recorder) -> None:

@@ -46,6 +46,21 @@ OPTIMIZER_FACTORIES: dict[str, OptimizerFactory] = {
 }
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, for_graph: bool = False) -> None:
+    """Give `optimizer` the state of another one of its kind, whatever device that was on.
+
+    Args:
+        optimizer: for parameters on their device.
+        state: a `state_dict`; it is changed.
+        for_graph: whether its steps will be recorded as a CUDA graph: Adam's count of steps then lies on the
+            GPU, and only then.
+    """
+    for group in state["param_groups"]:
+        if "capturable" in group:
+            group["capturable"] = for_graph
+    optimizer.load_state_dict(state)
+
+
 class Batches(Protocol):
     """An iterable of (images, labels) that can be gone through again and again."""
 

@@ -77,7 +77,7 @@ def test_runs_of_one_second_get_different_ids_and_are_listed_newest_first(home: 
 
 
 def test_settings_and_state_come_back_as_they_were(home: Path, folder: RunFolder) -> None:
-    state = RunState("diverged", "Größer als ½ – zu groß.", 0.05, "CPU", 12.5, 321, 2, 2.25, 0.1234)
+    state = RunState("diverged", "Größer als ½ – zu groß.", 0.05, "CPU", 12.5, 321, 2, 2.25, 0.1234, processes=3)
     folder.write_state(state)
     again = RunFolder.find(home, folder.id)
     assert again.read_config() == CONFIG

@@ -112,9 +112,10 @@ def status_badge(run: "Run") -> None:
 
 def settings_line(run: "Run") -> str:
     """The settings of a run in one line."""
-    config = run.config
+    config, count = run.config, run.state.processes
+    processes = f"{count:,} processes · " if count > 1 else ""
     return (
-        f"{run.state.device_label or config.device} · hidden size {config.hidden_size:,} · "
+        f"{run.state.device_label or config.device} · {processes}hidden size {config.hidden_size:,} · "
         f"learning rate {run.rates_text} · {config.epochs:,} epoch{'s' * (config.epochs != 1)} · "
         f"batch {config.batch_size:,}"
     )
