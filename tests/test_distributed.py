@@ -178,7 +178,7 @@ def test_a_process_that_dies_fails_the_run_which_can_be_resumed(launch: Launch, 
     launched = launch(3, *flags(config))
     run = launched.run(steps=300)
     assert run.is_live
-    assert "CPU · 3 processes · " in settings_line(run)
+    assert settings_line(run).startswith("3 processes, each on CPU, 1 thread · ")
     launched.process(rank=2).kill()  # others wait for it in the middle of a step, rank 0 for one of those
     status, out, err = launched.ended()
     sentence = "The process of rank 2, one of 3 that trained it, ended before the run did. Resume the run: "

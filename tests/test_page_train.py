@@ -175,6 +175,12 @@ def test_a_finished_run_is_continued_as_a_new_one(app: RunManager) -> None:
     assert "Epochs must be a whole number from 1 to 1,000; 0 is not." in page.error[0].value
 
 
+def test_it_says_with_how_many_threads_of_the_cpu_a_run_trains(app: RunManager) -> None:
+    app.start(TrainConfig(epochs=1, batch_size=5_000))
+    run = ended(app)
+    assert "CPU, 1 thread · hidden size 32" in text(open_page(PAGE, run=run.id))
+
+
 def progress(page: AppTest) -> str:
     """The text of the progress bar."""
     return str(component_data(page)["panels"][0]["progress"][1])

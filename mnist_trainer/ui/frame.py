@@ -111,11 +111,14 @@ def status_badge(run: "Run") -> None:
 
 
 def settings_line(run: "Run") -> str:
-    """The settings of a run in one line."""
-    config, count = run.config, run.state.processes
-    processes = f"{count:,} processes · " if count > 1 else ""
+    """The settings of a run, and what it trains on, in one line."""
+    config, state = run.config, run.state
+    place = state.device_label or config.device
+    if config.device == "cpu" and state.threads:
+        place += f", {state.threads:,} thread{'s' * (state.threads != 1)}"
+    if state.processes > 1:
+        place = f"{state.processes:,} processes, each on {place}"
     return (
-        f"{run.state.device_label or config.device} · {processes}hidden size {config.hidden_size:,} · "
-        f"learning rate {run.rates_text} · {config.epochs:,} epoch{'s' * (config.epochs != 1)} · "
-        f"batch {config.batch_size:,}"
+        f"{place} · hidden size {config.hidden_size:,} · learning rate {run.rates_text} · "
+        f"{config.epochs:,} epoch{'s' * (config.epochs != 1)} · batch {config.batch_size:,}"
     )
