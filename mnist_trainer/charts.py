@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .config import TrainConfig
 from .history import Floats, Snapshot
-from .machine import KEPT_SECONDS, Use
+from .machine import KEPT_SECONDS, LOST_SECONDS, Use
 from .rates import COPY_SIZES, PRODUCT_SIZES, Rate, binary_size
 from .vgg import LAYER_NAMES, LayerTime
 
@@ -23,7 +23,6 @@ MAX_COMPARED = 8  # as many as the theme has colours; each has a mark of its own
 SYMBOLS = ("diamond", "circle", "square", "triangle-up", "cross", "star", "x", "hexagon")
 DASHES = ("solid", "dot", "dash", "dashdot")
 MACHINE_HEIGHT = 190  # pixels: it stands below the charts of a run
-LOST_SECONDS = 10.0  # samples so far apart are not joined: nobody asked in between
 # Indices into the theme's chartCategoricalColors.
 TRAINING_COLOR, VALIDATION_COLOR = 0, 1
 FIRST_PART_COLOR = 2  # of a step; those before are of the two lanes

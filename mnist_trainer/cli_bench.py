@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from .bench import Parts, Row
 
 DESCRIPTION = """\
-Measure how fast networks 784 -> hidden -> 10 train here, in batches of 128 with SGD, each way in turn and again:
+Measure an epoch of networks 784 -> hidden -> 10 here, in batches of 128 with SGD, validation included, each way
+in turn and again:
 
   article      as in the tutorial: DataLoader with two workers, ToTensor, images one by one
   plain loop   the plainest PyTorch loop over data that lie on the device
   run          the same as the dashboard trains it, with history, checkpoint and stop
-  products     nothing but the five matrix products of a step: what no loop can beat
+  products     nothing but the matrix products: what no loop can beat
 
 Takes a minute or two. Close what else keeps the machine busy.
 """
@@ -45,17 +47,20 @@ def _bench(options: argparse.Namespace) -> int:
 
     from .bench import REPEATS, bench
     from .devices import all_devices, check_fits, find_device
+    from .machine import this_machine
 
     available = [device for device in all_devices() if device.is_available]
     devices = [find_device(options.device)] if options.device else available
     for device in devices:
         for hidden_size in hidden_sizes:
             check_fits(TrainConfig(hidden_size=hidden_size), device.name)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill clears up as Ctrl-C does
     with progress_bar() as report:
         rows, parts = bench([device.name for device in devices], hidden_sizes, REPEATS, report)
     if options.json:
-        result: dict[str, Sequence[Any]] = {"devices": devices, "rows": rows, "parts": parts}
-        print(json.dumps({name: [asdict(value) for value in values] for name, values in result.items()}))
+        tables: dict[str, Sequence[Any]] = {"devices": devices, "rows": rows, "parts": parts}
+        result = {name: [asdict(value) for value in values] for name, values in tables.items()}
+        print(json.dumps({"machine": asdict(this_machine()), **result}))
     else:
         print("\n".join([*_table(rows), "", *_parts_table(parts)]))
     return OK
@@ -77,11 +82,11 @@ def progress_bar() -> Iterator[Callable[[float, str], None]]:
 
 
 def _table(rows: "Sequence[Row]") -> list[str]:
-    lines = ["device     hidden  threads  way           images/s   × article  of products"]
+    lines = ["device     hidden  threads  way         s an epoch   images/s  × article  of products"]
     for row in rows:
         lines.append(
-            f"{row.device:9} {row.hidden_size:7,} {row.threads:8}  {row.pipeline:10} {row.images_per_second:11,.0f}"
-            f" {row.times_article:11.1f} {row.of_products:12.1%}"
+            f"{row.device:9} {row.hidden_size:7,} {row.threads:8}  {row.way:10} {row.seconds:11.3f}"
+            f" {row.images_per_second:10,.0f} {row.times_article:10.1f} {row.of_products:12.1%}"
         )
     return lines
 

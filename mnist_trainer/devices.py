@@ -1,5 +1,6 @@
 """Devices that PyTorch can train on here, each tried before it is offered."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -23,7 +24,12 @@ USABLE_MEMORY = 0.9  # of what is free: others need some too
 # What PyTorch says of full memory, by device and system.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 
+# Below this hidden size a second thread costs more than it brings; on a machine that also runs the
+# server and a browser, threads that wait for each other cost most of the speed.
+ONE_THREAD_BELOW = 256
+
 _probe_lock = threading.Lock()
+_all_threads = torch.get_num_threads()  # before anybody sets another number
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,25 @@ def synchronize(device: torch.device | str) -> None:
     """Wait until `device` has done what it was told: a clock read before that tells nothing."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(torch.device(device))
+
+
+def threads_for(hidden_size: int) -> int:
+    """How many threads of the CPU train a network of this size the fastest."""
+    return 1 if hidden_size < ONE_THREAD_BELOW else _all_threads
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None = None) -> Iterator[None]:
+    """Have PyTorch compute with so many threads of the CPU, by default with all; then with as many as before.
+
+    PyTorch keeps the number by thread, and gives a new thread the number that was set last.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or _all_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class DeviceDataLoader:

@@ -81,11 +81,13 @@ class GraphedStep:
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
     """Record what `work` launches on the current GPU, without doing it; return what does it."""
     graph = torch.cuda.CUDAGraph()
-    # A recording that fails leaves its stream the current one. Other threads may go on using the GPU meanwhile.
+    # On a stream of this GPU: the one that PyTorch would take by itself is of the GPU that recorded first.
+    stream = torch.cuda.Stream()
+    # A recording that fails leaves its stream the current one. Other threads may launch on the GPU meanwhile.
     with (
         _one_at_a_time,
         torch.cuda.stream(torch.cuda.current_stream()),
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
     ):
         work()
     return graph.replay

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .devices import first_sentence, is_out_of_memory
-from .errors import MnistTrainerError
+from .errors import MnistTrainerError, RunBusyError
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0  # what a process that ends waits for its jobs
+STOP_SECONDS = 3.0  # what a process that ends waits for a job
 
 
 class JobStoppedError(Exception):
@@ -37,6 +37,9 @@ class Job:
         problem: why it ended too soon, as a sentence; empty if it did not.
         was_stopped: whether it ended because it was asked to.
         ended: set once it is over, in whatever way.
+
+    Raises:
+        RunBusyError: the system has no more threads.
     """
 
     def __init__(self, work: Callable[["Job"], None], name: str) -> None:
@@ -49,17 +52,16 @@ class Job:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # As for runs: a thread inside PyTorch would abort the interpreter as it shuts down.
         atexit.register(self.stop, STOP_SECONDS)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            atexit.unregister(self.stop)
+            raise RunBusyError(f"This machine has no thread left for it ({error}). Try again later.") from error
 
     @property
     def is_live(self) -> bool:
         """Whether it still works."""
         return not self.ended.is_set()
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._stopping.is_set()
 
     def stop(self, wait_seconds: float = 0.0) -> None:
         """Ask it to end; wait for that up to `wait_seconds`."""
@@ -78,15 +80,6 @@ class Job:
         """
         if self._stopping.is_set():
             raise JobStoppedError
-
-    def wait(self, event: threading.Event) -> None:
-        """Wait for `event` on the job's thread.
-
-        Raises:
-            JobStoppedError: a stop was asked for meanwhile.
-        """
-        while not event.wait(0.05):
-            self.check()
 
     def _run(self) -> None:
         try:

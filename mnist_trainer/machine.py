@@ -21,6 +21,7 @@ from .devices import Device, all_devices
 log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS, KEPT_SECONDS = 1.0, 120.0
+LOST_SECONDS = 10.0  # between samples so far apart nobody asked
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class Use:
     Attributes:
         at: the time, in seconds of `time.monotonic`.
         busy: share of the time since the sample before in which the CPU's cores computed, in [0, 1], all programs
-            together; None for the first sample.
+            together; None for the first sample, and after a long pause.
         memory_used: bytes that no other program could have.
         memory_bytes: in all.
         gpus: the NVIDIA GPUs that work here.
@@ -124,6 +125,8 @@ class Monitor:
 
     def _sample(self, now: float) -> Use:
         before, self._cpu_times = self._cpu_times, _cpu_times()
+        if self._samples and now - self._samples[-1].at > LOST_SECONDS:
+            before = None  # nobody looked for long: the mean since then is not how busy it is now
         memory = psutil.virtual_memory()
         return Use(
             at=now,
@@ -140,6 +143,17 @@ _monitor = Monitor()
 def recent_use() -> tuple[Use, ...]:
     """The machine's use over the last two minutes, as far as anybody asked, the newest last."""
     return _monitor.recent()
+
+
+def others_use(seconds: float) -> float:
+    """Watch for so long which share of the CPU other programs use, in [0, 1]."""
+    process = psutil.Process()
+    before, own_before = _cpu_times(), process.cpu_times()
+    time.sleep(seconds)
+    after, own = _cpu_times(), process.cpu_times()
+    ours = own.user + own.system - own_before.user - own_before.system
+    busy = _share((before[0] + ours, before[1]), after)
+    return busy or 0.0
 
 
 @functools.cache

@@ -5,15 +5,18 @@ import ctypes
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .config import MAX_HIDDEN_SIZE
+from .devices import cpu_threads
 from .errors import RunBusyError
 from .job import Job
-from .trainer import threads_for
+from .machine import others_use
+from .runs import RunManager
+
+LISTEN_SECONDS = 0.5  # how long it looks at what else the machine does
 
 # Called on the measurement's thread with its job, and with what takes each row as soon as it is measured.
 Measure = Callable[[Job, Callable[[Any], None]], None]
@@ -30,17 +33,20 @@ class Measurement:
     Attributes:
         rows: what was measured so far, frozen values; may be read from any thread.
         job: to follow and to stop it.
+        busy_before: share of the CPU that other programs used just before it began, in [0, 1].
     """
 
     def __init__(self, kind: str, about: str, measure: Measure) -> None:
         self.rows: tuple[Any, ...] = ()
         self.kind, self.about = kind, about
+        self.busy_before = 0.0
         self._measure = measure
         self.job = Job(self._work, kind)
 
     def _work(self, job: Job) -> None:
         try:
-            with _all_threads():
+            self.busy_before = others_use(LISTEN_SECONDS)
+            with cpu_threads():
                 self._measure(job, self._add)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold on to the tensors
@@ -53,9 +59,14 @@ class Measurement:
 
 
 class Measurements:
-    """The newest measurement of each kind. Each would disturb the others: there is one at a time."""
+    """The newest measurement of each kind. Each would disturb the others: there is one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        runs: which let no run begin meanwhile.
+    """
+
+    def __init__(self, runs: RunManager) -> None:
+        self._runs = runs
         self._newest: dict[str, Measurement] = {}
         self._lock = threading.Lock()
 
@@ -63,14 +74,25 @@ class Measurements:
         """Begin a measurement, which takes the place of the one before of its kind; arguments as of `Measurement`.
 
         Raises:
-            RunBusyError: another one is going on.
+            RunBusyError: another one is going on, or a run, or a race.
         """
         with self._lock:
             if live := self.live:
                 raise RunBusyError(
                     f"{live.kind} is being measured, and each would slow the other. Stop that first, or wait."
                 )
-            self._newest[kind] = Measurement(kind, about, measure)
+            alone = contextlib.ExitStack()
+            alone.enter_context(self._runs.quiet(alone=True))
+
+            def measure_alone(job: Job, emit: Callable[[Any], None]) -> None:
+                with alone:
+                    measure(job, emit)
+
+            try:
+                self._newest[kind] = Measurement(kind, about, measure_alone)
+            except RunBusyError:  # the system has no thread for it
+                alone.close()
+                raise
             return self._newest[kind]
 
     def newest(self, kind: str) -> Measurement | None:
@@ -86,17 +108,6 @@ class Measurements:
         """Stop what is going on, and wait for that up to `wait_seconds`."""
         if live := self.live:
             live.job.stop(wait_seconds)
-
-
-@contextlib.contextmanager
-def _all_threads() -> Iterator[None]:
-    """Compute with all of the CPU. PyTorch keeps the number by thread, and gives a new thread the number set last."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads_for(MAX_HIDDEN_SIZE))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _give_back_memory() -> None:

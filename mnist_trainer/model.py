@@ -1,5 +1,6 @@
 """The article's network, 784 → hidden → ReLU → 10, and how it is trained and validated."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import CLASSES, IMAGE_PIXELS
+from .config import CLASSES, IMAGE_PIXELS, TrainConfig
 
 Batch = tuple[Tensor, Tensor]
+
+_init_lock = threading.Lock()
 
 
 def accuracy(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -85,3 +88,11 @@ class MnistModel(nn.Module):
     def epoch_end(self, epoch: int, result: dict[str, float]) -> None:
         """Print an epoch's validation result; `epoch` counts from 1."""
         print(f"Epoch [{epoch}], val_loss: {result['val_loss']:.4f}, val_acc: {result['val_acc']:.4f}")
+
+
+def seeded_model(config: TrainConfig) -> MnistModel:
+    """The network of these settings, on the CPU, with the first weights of their seed."""
+    # nn.Linear draws its weights from the process's one random state: put back as it was.
+    with _init_lock, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return MnistModel(hidden_size=config.hidden_size)

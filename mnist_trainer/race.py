@@ -17,9 +17,8 @@ from .runs import RunManager
 from .state import MAX_NAME
 from .step_times import StepTimes, step_times
 
-TIE = 1.05  # twice the same run differs by as much
+TIE = 1.2  # on a laptop with a browser open, twice the same run differs by as much
 LOOK_SECONDS = 0.05
-STOP_SECONDS = 5.0  # what lanes may take to stop and to be kept
 ENDINGS = {"stopped": "was stopped", "diverged": "diverged", "failed": "failed"}
 
 Configs = tuple[TrainConfig, TrainConfig]
@@ -81,7 +80,12 @@ class Race:
         self._kept: dict[Run, Snapshot] = {}
         one, other = (f"Race {datetime.now():%H:%M} · {name}"[:MAX_NAME] for name in self.names)
         self.lanes = runs.start_pair(configs, (one, other), at_once=at_once)
-        self.job = Job(self._conduct, "race")
+        try:
+            self.job = Job(self._conduct, "race")
+        except RunBusyError:
+            for lane in reversed(self.lanes):
+                runs.stop(lane)
+            raise
 
     @property
     def is_live(self) -> bool:
@@ -99,17 +103,17 @@ class Race:
         if self.result is None:
             return ""
         if self.result.winner is None:
-            return f"{self.names[0]} and {self.names[1]} are equally fast"
+            return f"{self.names[0]} and {self.names[1]} are about equally fast"
         ratio = self.result.ratio
         return f"{self.names[self.result.winner]} is {ratio:,.{0 if ratio >= 100 else 1}f} × faster"
 
     def stop(self, wait_seconds: float = 0.0) -> None:
-        """Stop both lanes, which are kept as they are; wait for that up to `wait_seconds`."""
+        """Stop both lanes after the step they are at, and keep them; wait for that up to `wait_seconds`."""
         self.job.stop(wait_seconds)
 
     def _conduct(self, job: Job) -> None:
         try:
-            self._follow(job, lambda lane: lane.state.status != "queued")
+            self._follow(job, lambda lane: lane is self.lanes[1] or lane.state.status != "queued")
             with self._runs.quiet():  # whoever waits begins when all is measured
                 self._follow(job, lambda lane: lane.ended.is_set())
                 times = self._measured(job)
@@ -117,9 +121,9 @@ class Race:
         finally:
             for lane in reversed(self.lanes):  # the second first, or it would begin when the first has stopped
                 if lane.is_trained_here:
-                    self._runs.stop(lane)
+                    self._runs.stop(lane, skip_test=True)
             for lane in self.lanes:
-                lane.ended.wait(STOP_SECONDS)
+                lane.ended.wait()  # after its step
             self._keep()
 
     def _follow(self, job: Job, is_there: Callable[[Run], bool]) -> None:
@@ -131,15 +135,21 @@ class Race:
         """
         while True:
             self._keep()
-            for name, lane in zip(self.names, self.lanes, strict=True):
-                if lane.ended.is_set() and lane.state.status != "finished":
-                    ending = ENDINGS.get(lane.state.status, "did not begin")
-                    raise RaceError(f"The race has no result: {name} {ending}. {lane.state.message}".strip())
+            if told := self._told_of_endings():
+                raise RaceError(f"The race has no result: {told}")
             late = next((lane for lane in self.lanes if not is_there(lane)), None)
             if late is None:
                 return
             job.check()
             late.ended.wait(LOOK_SECONDS)
+
+    def _told_of_endings(self) -> str:
+        """How lanes ended that did not finish, as sentences."""
+        return " ".join(
+            f"{name} {ENDINGS.get(lane.state.status, 'did not begin')}. {lane.state.message}".strip()
+            for name, lane in zip(self.names, self.lanes, strict=True)
+            if lane.ended.is_set() and lane.state.status != "finished"
+        )
 
     def _keep(self) -> None:
         """Hold on to what lanes that have ended measured."""
@@ -198,10 +208,10 @@ class Races:
                 raise RunBusyError("Another race is on. Stop it, or wait until it ends.")
             return race
 
-    def stop(self) -> None:
-        """Stop the race that is on, and wait until its lanes are kept."""
+    def stop(self, wait_seconds: float = 0.0) -> None:
+        """Stop the race that is on; wait for that up to `wait_seconds`."""
         if self.newest:
-            self.newest.stop(2 * STOP_SECONDS)
+            self.newest.stop(wait_seconds)
 
 
 def lane_names(configs: Configs) -> tuple[str, str]:

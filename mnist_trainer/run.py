@@ -125,10 +125,10 @@ class Run:
         first, *moved = (f"{rate:g}" for rate in self.learning_rates)
         return " → ".join([first, *(["…"] if len(moved) > MAX_RATES_SHOWN else []), *moved[-MAX_RATES_SHOWN:]])
 
-    def request_stop(self) -> None:
+    def request_stop(self, *, skip_test: bool = False) -> None:
         """End training before the next step; asked again, or once training is over, end the test too."""
         if self.control:
-            self.control.request_stop(skip_test=self.is_testing)
+            self.control.request_stop(skip_test=skip_test or self.is_testing)
 
     def set_about(self, name: str | None = None, note: str | None = None) -> None:
         """Give it a name or a note; None leaves what is there, an empty text takes it away.

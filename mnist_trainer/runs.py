@@ -122,14 +122,23 @@ class RunManager:
             for folder in folders:
                 folder.discard()
             raise
-        with self._lock:
+        with self._lock, self.quiet():  # neither begins before it is known that they are a pair
             run = self._enqueue(folders[0])
             return run, self._enqueue(folders[1], _Partner(run, at_once))
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Let no run begin meanwhile, but the second of a pair beside its first: something is being measured."""
+    def quiet(self, *, alone: bool = False) -> Iterator[None]:
+        """Let no run begin meanwhile, but the second of a pair: something is being measured.
+
+        Args:
+            alone: whether nothing else may train, or be measured, as it begins.
+
+        Raises:
+            RunBusyError: something does, or is.
+        """
         with self._lock:
+            if alone:
+                self._check_quiet()
             self._quiet += 1
         try:
             yield
@@ -236,14 +245,19 @@ class RunManager:
         self._forget_list()
         return self.get(run_id)
 
-    def stop(self, run: Run) -> None:
-        """End a run's training before its next step; one that waits is withdrawn, and keeps its folder."""
+    def stop(self, run: Run, *, skip_test: bool = False) -> None:
+        """End a run's training before its next step; one that waits is withdrawn, and keeps its folder.
+
+        Args:
+            run: that this process trains, or will.
+            skip_test: whether it is not to be measured on the test set either.
+        """
         with self._lock:
             if run not in self._waiting:
-                run.request_stop()
+                run.request_stop(skip_test=skip_test)
                 return
             self._waiting.remove(run)
-            self._partners.pop(run, None)
+            self._unpair(run)
             message = "It was withdrawn before its turn came."
             run.set_state(run.state.turned("stopped", run.snapshot().steps, message))
             run.end()
@@ -397,6 +411,12 @@ class RunManager:
                 run.forget_history()
         self._listed_at = time.monotonic()
 
+    def _check_quiet(self) -> None:
+        if run := self.training or next((run for run in self.all() if run.state.status == "running"), None):
+            raise RunBusyError(f"Run {run.name} is {run.state.status}: it would be measured, too. Stop it, or wait.")
+        if self._quiet:
+            raise RunBusyError("A race is being measured, and each would slow the other. Wait a moment.")
+
     def _check_queue(self, more: int = 1) -> None:
         """Refuse so many more, before anything is made for them."""
         if len(self._waiting) + more > MAX_WAITING:
@@ -423,21 +443,27 @@ class RunManager:
                 except RuntimeError as error:  # the system has no more threads
                     run.set_state(run.state.turned("failed", 0, f"The run could not begin: {error}. Resume it later."))
                     run.end()
-                    self._partners.pop(run, None)
+                    self._unpair(run)
                     continue
                 self._threads[run] = thread
 
+    def _unpair(self, run: Run) -> None:
+        """It will not train now; what is left of its pair is a run like any other."""
+        pairs = self._partners.items()
+        self._partners = {second: partner for second, partner in pairs if run not in (second, partner.run)}
+
     def _next(self) -> Run | None:
-        """The run that may begin now, if any."""
+        """The run that may begin now, if any. A pair has the machine to itself."""
         training = {run for run in self._threads if not run.ended.is_set()}
-        paired = {run: partner for run, partner in self._partners.items() if partner.run in training}
-        beside = {run for run, partner in paired.items() if partner.is_beside}
-        if chosen := next((run for run in self._waiting if run in beside), None):
-            return chosen
-        if not self._waiting or self._quiet or len(training - beside) >= self.at_once:
+        firsts = {partner.run for partner in self._partners.values()}
+        for run in self._waiting:
+            partner = self._partners.get(run)
+            if partner and partner.run not in self._waiting and (partner.is_beside or partner.run not in training):
+                return run
+        if not self._waiting or self._quiet or training & (firsts | self._partners.keys()):
             return None
         first = self._waiting[0]
-        return None if first in paired else first  # where several train at once, it might not wait for its partner
+        return first if len(training) < (1 if first in firsts else self.at_once) else None
 
     def _train(self, run: Run) -> None:
         """The target of a training thread."""
@@ -446,7 +472,9 @@ class RunManager:
         finally:
             with self._lock:
                 del self._threads[run]
-                self._partners.pop(run, None)
+                for second, partner in tuple(self._partners.items()):
+                    if second.ended.is_set() and partner.run.ended.is_set():
+                        del self._partners[second]
             self._start_next()
 
 

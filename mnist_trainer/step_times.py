@@ -11,9 +11,8 @@ import torch
 
 from .config import TrainConfig
 from .data import Mnist, train_and_val_loaders
-from .devices import DeviceDataLoader, synchronize, to_device
-from .model import Batch
-from .trainer import seeded_model, threads_for
+from .devices import DeviceDataLoader, cpu_threads, synchronize, threads_for, to_device
+from .model import Batch, seeded_model
 from .training import OPTIMIZER_FACTORIES, Batches
 
 WARM_UP_STEPS, WARM_UP_SECONDS = 10, 0.5  # whichever comes first, and one step at least
@@ -66,12 +65,8 @@ def step_times(config: TrainConfig, mnist: Mnist, check: Callable[[], None] = la
         mnist: the images.
         check: called before each step; whatever it raises ends the measurement.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads_for(config.hidden_size))
-    try:
+    with cpu_threads(threads_for(config.hidden_size)):
         rows = _rows_after_warm_up(_timed_steps(config, mnist, check))
-    finally:
-        torch.set_num_threads(threads)
     return StepTimes(*np.mean(rows, axis=0).tolist())  # the mean: for a GPU, one step in many cuts the batches
 
 

@@ -9,11 +9,11 @@ from string import Template
 import torch
 
 from .config import TrainConfig
+from .devices import ONE_THREAD_BELOW
 from .errors import MnistTrainerError
 from .prediction import model_of
 from .run import Run
 from .state import Checkpoint
-from .trainer import ONE_THREAD_BELOW
 
 SCRIPT = Path(__file__).with_suffix(".txt")
 

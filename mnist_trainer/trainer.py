@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +17,13 @@ from torch import Tensor
 
 from . import data
 from .advice import SHORT_STALL_STEPS, STALL_STEPS, better_learning_rate, stall_warning
-from .config import TRAIN_SIZE, TrainConfig
+from .config import TRAIN_SIZE
 from .control import Control
-from .devices import first_sentence, is_out_of_memory, to_device
+from .devices import first_sentence, is_out_of_memory, threads_for, to_device
 from .errors import MnistTrainerError
 from .graph import GraphedStep
 from .history import EpochEnd, RateChange
-from .model import Batch, MnistModel
+from .model import Batch, MnistModel, seeded_model
 from .state import Checkpoint, RunState, TrainingState
 from .training import OPTIMIZER_FACTORIES, Batches, Step, evaluate, fit, load_optimizer, train_step
 
@@ -39,12 +38,6 @@ SYNC_SECONDS = 0.6  # how often what is written goes to the disk itself: a power
 STRETCH_SECONDS = 0.1  # how often the other processes of a run hear from the one that leads
 GRACE_SECONDS = 5.0  # once a process is lost, for the training thread to notice by itself
 RETRY_SECONDS = 1.0  # how often a full disk is tried again
-# Below this hidden size a second thread costs more than it brings; on a machine that also runs the
-# server and a browser, threads that wait for each other cost most of the speed.
-ONE_THREAD_BELOW = 256
-
-_init_lock = threading.Lock()
-_all_threads = torch.get_num_threads()
 
 
 class _StoppedError(Exception):
@@ -410,11 +403,6 @@ class _Leader(_Recorder):
         self.stretch_end += steps
 
 
-def threads_for(hidden_size: int) -> int:
-    """How many threads of the CPU train a network of this size the fastest."""
-    return 1 if hidden_size < ONE_THREAD_BELOW else _all_threads
-
-
 def train_run(run: "Run", home: Path, group: "Group | None" = None) -> None:
     """Train `run` to whatever end it has. The target of its thread; nothing it raises is lost."""
     config, control = run.config, run.control
@@ -583,11 +571,3 @@ def _no_room(run: "Run", error: OSError) -> str:
         f"{run.folder.path} cannot be written ({error.strerror or error}). "
         "Make room or make it writable: the run then goes on by itself."
     )
-
-
-def seeded_model(config: TrainConfig) -> MnistModel:
-    """The network of a run before its first step, on the CPU."""
-    # nn.Linear draws its weights from the process's one random state: put back as it was.
-    with _init_lock, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return MnistModel(hidden_size=config.hidden_size)

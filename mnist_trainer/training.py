@@ -20,12 +20,16 @@ class LeanSGD(torch.optim.SGD):
     No momentum, no weight decay, no hooks; its state and groups are those of `torch.optim.SGD`.
     """
 
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here has a closure
         """Move each parameter against its gradient, by the learning rate."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
+            if parameters:
+                torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-group["lr"])
 
     # torch wraps each optimizer's `step` that does not say so, for its profiler and its hooks.
     step.hooked = True  # type: ignore[attr-defined]

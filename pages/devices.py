@@ -11,7 +11,7 @@ import streamlit as st
 from mnist_trainer.charts import copy_figure, layer_figure, product_figure
 from mnist_trainer.config import readable_bytes
 from mnist_trainer.devices import Device, all_devices, find_device, free_memory
-from mnist_trainer.errors import MnistTrainerError, RunBusyError
+from mnist_trainer.errors import MnistTrainerError
 from mnist_trainer.machine import this_machine
 from mnist_trainer.measurements import Measure, Measurement
 from mnist_trainer.rates import Rate, copy_rates, product_rates
@@ -21,10 +21,12 @@ from mnist_trainer.ui.live import Panel, live, live_data, page_interval, shared
 from mnist_trainer.vgg import LayerTime, Step, check_vgg_fits, vgg_memory, vgg_step
 
 LOOKOUT_SECONDS = 5.0  # for what somebody else begins
+MAX_BUSY = 0.25  # share of the CPU that others may use without much harm to a measurement
 SETTLE_SECONDS = 2.0  # a stop is heeded within a product of matrices, or a layer
 REFUSED = "devices_refused"  # in the session: which measurement was not begun, and why
 PRODUCTS, COPIES, VGG = "Matrix multiplication", "Copying to a device", "A step of VGG16"
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CPU_BATCH_SIZES = BATCH_SIZES[:5]  # a layer of more takes too long to be stopped
 CPU_BATCH_SIZE, GPU_BATCH_SIZE = 2, 32  # a step on the CPU of a small laptop takes some five seconds
 
 
@@ -93,9 +95,8 @@ def section(runs: RunManager, kind: str) -> Iterator[None]:
     with st.container(border=True):
         st.subheader(kind)
         yield
-        refused_kind, problem = st.session_state.get(REFUSED, ("", ""))
-        if problem and refused_kind == kind:
-            st.error(plain(problem), icon=":material/error:")
+        if st.session_state.get(REFUSED, ("", ""))[0] == kind:
+            st.error(plain(st.session_state.pop(REFUSED)[1]), icon=":material/error:")
         if measurement := measurements().newest(kind):
             if measurement.job.problem:
                 st.error(plain(measurement.job.problem), icon=":material/error:")
@@ -133,13 +134,9 @@ def vgg_controls(runs: RunManager, works: Sequence[Device]) -> None:
             width=280,
             persist_state="session",
         )
-        images = st.segmented_control(
-            "Batch size",
-            BATCH_SIZES,
-            default=CPU_BATCH_SIZE if name == "cpu" else GPU_BATCH_SIZE,
-            required=True,
-            key=f"vgg_batch {name}",
-            persist_state="session",
+        sizes, usual = (CPU_BATCH_SIZES, CPU_BATCH_SIZE) if name == "cpu" else (BATCH_SIZES, GPU_BATCH_SIZE)
+        images = st.selectbox(
+            "Batch size", sizes, sizes.index(usual), key=f"vgg_batch {name}", width=130, persist_state="session"
         )
     with st.spinner("Estimating …"):  # once in a process this takes a second or two
         need = vgg_memory(images)
@@ -161,13 +158,9 @@ def vgg_controls(runs: RunManager, works: Sequence[Device]) -> None:
 def begin(runs: RunManager, kind: str, wanted: Callable[[], tuple[str, Measure]]) -> None:
     """Callback of a section's first button: begin, or say why not."""
     try:
-        if run := runs.training:
-            raise RunBusyError(f"Run {run.name} trains, and each would slow the other. Stop it first, or wait.")
         measurements().start(kind, *wanted())
     except MnistTrainerError as error:
         st.session_state[REFUSED] = kind, str(error)
-    else:
-        st.session_state.pop(REFUSED, None)
 
 
 def stop(kind: str) -> None:
@@ -201,9 +194,11 @@ def live_panel(runs: RunManager, measurement: Measurement, is_live: bool, interv
 def panel_data(runs: RunManager, measurement: Measurement) -> dict[str, Any]:
     """What the panel shows, the same for all pages."""
     job, rows, kind = measurement.job, measurement.rows, measurement.kind
-    disturbed = " A run has begun, and slows it." if runs.training else ""
-    progress = (job.progress.share, f"{job.progress.text} …{disturbed}") if job.is_live else None
-    panel = Panel(title=measurement.about + " · stopped" * job.was_stopped, progress=progress)
+    progress = (job.progress.share, f"{job.progress.text} …") if job.is_live else None
+    title = measurement.about + " · stopped" * job.was_stopped
+    if measurement.busy_before > MAX_BUSY:
+        title += f" · too low, perhaps: something else kept {measurement.busy_before:.0%} of the CPU busy"
+    panel = Panel(title=title, progress=progress)
     names = [device.name for device in all_devices()]
     if kind == VGG:
         laps = [row for row in rows if isinstance(row, LayerTime)]

@@ -77,7 +77,7 @@ def main(runs: RunManager) -> None:
     is_on = race is not None and race.is_live  # looked at once: it may end while this page is made
     lane_settings(is_open=race is None)
     buttons(runs, races, race, is_on=is_on)
-    if problem := st.session_state.get(ADVICE):
+    if problem := st.session_state.pop(ADVICE, ""):
         st.error(plain(problem), icon=":material/error:")
     if race is None:
         st.info("Two networks race for the same epochs, from the same seed. Press **Start race**.")
@@ -90,7 +90,7 @@ def main(runs: RunManager) -> None:
             breakdown(race, race.result)
         live(f"curves {race.lanes[0].id}", live_data(curves(race), f"curves {race.lanes[0].id}"))
         compare_button(race)
-    st.fragment(lookout, run_every=None if is_on else LOOKOUT_SECONDS)(races, race)
+    st.fragment(lookout, run_every=None if is_on else LOOKOUT_SECONDS)(runs, races, race, runs.training)
 
 
 def check_mode() -> None:
@@ -130,7 +130,7 @@ def buttons(runs: RunManager, races: Races, race: Race | None, *, is_on: bool) -
         number_input(
             st, "Epochs", "both_epochs", EPOCHS, 1, "Passes of each lane over the 50,000 training images.", width=130
         )
-        number_input(st, "Learning rate", "both_lr", ARTICLE.learning_rate, 0.1, "Of both lanes.", width=150)
+        number_input(st, "Learning rate", "both_lr", ARTICLE.learning_rate, 0.1, "Of both lanes.", width=190)
         st.segmented_control("Lanes run", list(MODES), default=FAIR, required=True, key="mode", bind="query-params")
         is_busy = runs.training is not None and not is_on
         st.button(
@@ -143,8 +143,12 @@ def buttons(runs: RunManager, races: Races, race: Race | None, *, is_on: bool) -
             args=(races,),
         )
         st.button("Stop", icon=":material/stop:", key="stop_race", disabled=not is_on, on_click=stop, args=(race,))
-    mode = st.session_state["mode"]
-    st.caption(MODES[mode])
+    st.caption(MODES[chosen_mode()])
+
+
+def chosen_mode() -> str:
+    """How the lanes run: of an address without a word for it the control makes nothing."""
+    return st.session_state.get("mode") or FAIR
 
 
 def start(races: Races) -> None:
@@ -156,11 +160,9 @@ def start(races: Races) -> None:
             )
             for lane in LANES
         )
-        races.start((first, second), at_once=st.session_state["mode"] != FAIR)
+        races.start((first, second), at_once=chosen_mode() != FAIR)
     except MnistTrainerError as error:
         st.session_state[ADVICE] = str(error)
-    else:
-        st.session_state.pop(ADVICE, None)
 
 
 def stop(race: Race) -> None:
@@ -240,7 +242,7 @@ def panel_data(race: Race, is_on: bool) -> dict[str, Any]:
 def lane_panel(race: Race, lane: int) -> Panel:
     run, history = race.lanes[lane], race.histories[lane]
     last, speed = history.last_epoch, run.images_per_second
-    validation = f"validation {last.val_accuracy:.2%}" if last else "last 50 batches"
+    validation = f"validation {last.val_accuracy:.2%}" if last else "last 50 batches" * bool(history.steps)
     tiles = [
         Tile("Time", f"{run.seconds:,.1f} s", f"{speed:,.0f} images/s" if speed else ""),
         Tile("Training accuracy", number(history.recent(history.accuracies), ".1%"), validation),
@@ -257,8 +259,14 @@ def progress_text(race: Race, run: Run, history: Snapshot) -> str:
         return f"Begins when {race.names[0]} has finished" if is_next else "Waiting until the runs before it have ended"
     if status == "finished" and race.is_live and race.job.progress.text:
         return race.job.progress.text
+    if status == "paused":
+        return "Paused: on the Train page it can go on"
+    if status == "stopped" and not history.steps:
+        return "Did not begin"
     if status != "running":
         return status.capitalize()
+    if run.control and run.control.stop.is_set():
+        return "Stopping after this step …"
     if run.is_testing:
         return "Trained. Measuring on the test images …"
     if not history.steps:
@@ -316,9 +324,9 @@ def compare_button(race: Race) -> None:
         st.switch_page("pages/runs.py", query_params={"run": [lane.id for lane in race.lanes]})
 
 
-def lookout(races: Races, known: Race | None) -> None:
-    """Follow a race that starts in another tab."""
-    if races.newest is not known:
+def lookout(runs: RunManager, races: Races, known: Race | None, training: Run | None) -> None:
+    """Follow a race that starts in another tab, and runs: the button and the sidebar tell of them."""
+    if races.newest is not known or runs.training is not training:
         st.rerun()
 
 

@@ -343,9 +343,7 @@ def live_panel(runs: RunManager, run_id: str, shown: tuple[object, ...], interva
             st.rerun()  # the page around it depends on them
         looks = chart_looks()
         history = run.snapshot()
-        sampled_at = recent_use()[-1].at if run.is_live else 0.0
-        course = (history.steps, len(history.epochs), history.rates, run.is_testing, place(runs, run))
-        version = (run.state, *course, sampled_at)
+        version = (run.state, history.steps, len(history.epochs), history.rates, run.is_testing, place(runs, run))
         is_moving = run.state.status == "running"
         live("panel", shared((run.id, *looks), version, lambda: panel_data(runs, run, *looks), is_moving=is_moving))
 

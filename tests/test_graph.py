@@ -115,7 +115,7 @@ def test_on_a_gpu_graph_and_plain_steps_give_equal_weights(optimizer: str, mnist
         losses = [step(model, optimizer_, batch) for batch in loader]
         results.append([torch.stack(losses), *(parameter.detach() for parameter in model.parameters())])
     for one, other in zip(*results, strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-4)
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.cuda
@@ -129,3 +129,21 @@ def test_on_a_gpu_the_graph_is_used(mnist: Mnist, caplog: pytest.LogCaptureFixtu
     assert torch.stack(losses[-50:]).mean() < 0.5
     assert step._replay is not None
     assert caplog.messages == []
+
+
+@pytest.mark.cuda
+@needs_gpu
+def test_on_a_gpu_training_goes_on_after_a_recording_that_fails(mnist: Mnist, caplog: pytest.LogCaptureFixture) -> None:
+    class Impatient(MnistModel):
+        def training_step(self, batch: Batch) -> Tensor:
+            loss = super().training_step(batch)
+            loss.item()  # waits for the GPU, which no recording may
+            return loss
+
+    step, model = GraphedStep(), Impatient().to("cuda")
+    loader, _ = train_and_val_loaders(mnist, TrainConfig(), "cuda")
+    optimizer = OPTIMIZER_FACTORIES["SGD"](model.parameters(), 0.5)
+    losses = [step(model, optimizer, batch) for batch in loader]
+    assert torch.stack(losses[-50:]).mean() < 0.5
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert caplog.messages[0].startswith("Training goes on without a CUDA graph: ")

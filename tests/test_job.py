@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from mnist_trainer.errors import ConfigError
+from mnist_trainer.errors import ConfigError, RunBusyError
 from mnist_trainer.job import Job
 
 
@@ -23,17 +23,25 @@ def test_a_job_reports_and_ends() -> None:
     assert (job.problem, job.was_stopped) == ("", False)
 
 
-def test_a_stop_ends_it_at_its_next_check_and_while_it_waits() -> None:
+def test_a_stop_ends_it_at_its_next_check() -> None:
     def check(job: Job) -> None:
         while True:
             job.check()
 
-    for work in (check, lambda job: job.wait(threading.Event())):
-        job = Job(work, "endless")
-        assert job.is_live
-        job.stop(wait_seconds=60)
-        assert not job.is_live
-        assert (job.problem, job.was_stopped) == ("", True)
+    job = Job(check, "endless")
+    assert job.is_live
+    job.stop(wait_seconds=60)
+    assert not job.is_live
+    assert (job.problem, job.was_stopped) == ("", True)
+
+
+def test_where_no_thread_can_be_had_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RunBusyError, match=r"no thread left for it \(can't start new thread\)\. Try again later"):
+        Job(lambda job: None, "one too many")
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,13 @@ def test_an_nvidia_gpu_tells_its_use_and_its_driver() -> None:
     assert gpu.memory_share is not None
     assert 0 < gpu.memory_share <= 1
     assert re.fullmatch(r"\d+(\.\d+)+", this_machine().driver_version)
+
+
+def test_what_this_program_computes_is_not_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines, own = iter([(10.0, 100.0), (14.0, 108.0)]), iter([(1.0, 0.5), (3.0, 1.5)])
+    monkeypatch.setattr(machine, "_cpu_times", lambda: next(machines))
+    times = psutil.Process().cpu_times()
+    monkeypatch.setattr(
+        psutil.Process, "cpu_times", lambda _: times._replace(**dict(zip(("user", "system"), next(own), strict=True)))
+    )
+    assert machine.others_use(0.0) == (4 - 3) / 8

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from mnist_trainer.config import MAX_HIDDEN_SIZE
+from mnist_trainer.config import MAX_HIDDEN_SIZE, TrainConfig
+from mnist_trainer.devices import threads_for
 from mnist_trainer.errors import RunBusyError
 from mnist_trainer.job import Job
 from mnist_trainer.measurements import Measurement, Measurements
-from mnist_trainer.trainer import threads_for
+from mnist_trainer.runs import RunManager
 from tests.running import until
 
 Emit = Callable[[Any], None]
@@ -19,12 +20,14 @@ Emit = Callable[[Any], None]
 
 def endless(job: Job, emit: Emit) -> None:
     emit("one")
-    job.wait(threading.Event())
+    while True:
+        job.check()
+        threading.Event().wait(0.01)
 
 
 @pytest.fixture
-def measured() -> Iterator[Measurements]:
-    measured = Measurements()
+def measured(runs: RunManager) -> Iterator[Measurements]:
+    measured = Measurements(runs)
     yield measured
     measured.stop(wait_seconds=60)
 
@@ -81,3 +84,18 @@ def test_it_computes_with_all_of_the_cpu_whatever_was_set_and_leaves_that_as_it_
     thread.start()
     thread.join(30)
     assert [torch.get_num_threads(), *after] == [1, 1]
+
+
+def test_a_run_waits_for_a_measurement_and_a_measurement_is_refused_during_a_run(
+    measured: Measurements, runs: RunManager
+) -> None:
+    measured.start("Copying", "cpu", endless)
+    run = runs.start(TrainConfig(epochs=500))
+    assert run.state.status == "queued"
+    measured.stop(wait_seconds=60)
+    until(lambda: run.snapshot().steps)
+    with pytest.raises(RunBusyError, match=f"Run {run.id} is running"):
+        measured.start("Copying", "cpu", endless)
+    run.request_stop()
+    assert run.ended.wait(60)
+    measured.start("Copying", "cpu", endless)

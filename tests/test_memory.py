@@ -30,7 +30,6 @@ runs.shutdown()
 print(json.dumps([start, peak, sizes]))
 """
     start, peak, sizes = json.loads(python(code))
-    print((peak - start) / 1e6, [x // 10**6 for x in sizes])
     assert peak - start < 300 * MEGABYTE
     # The first ones fill the caches of what was looked at, and the allocator's.
     assert max(sizes[-10:]) - max(sizes[20:30]) < 30 * MEGABYTE, [size // MEGABYTE for size in sizes]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from mnist_trainer import devices, rates, vgg
+from mnist_trainer import devices, measurements, rates, vgg
 from mnist_trainer.config import TrainConfig, readable_bytes
 from mnist_trainer.devices import Device
 from mnist_trainer.job import Job
@@ -17,6 +17,7 @@ from mnist_trainer.runs import RunManager
 from mnist_trainer.ui import frame
 from mnist_trainer.vgg import Step, vgg_memory
 from tests.pages import button, click, component_data, open_page, rerun, text
+from tests.running import until
 
 PAGE = "pages/devices.py"
 PRODUCTS, COPIES, VGG = "Matrix multiplication", "Copying to a device", "A step of VGG16"
@@ -52,7 +53,9 @@ def ended(measured: Measurements, kind: str) -> Measurement:
 
 def endless(job: Job, emit: Callable[[Any], None]) -> None:
     job.report(0.5, "Half")
-    job.wait(threading.Event())
+    while True:
+        job.check()
+        threading.Event().wait(0.01)
 
 
 def is_enabled(page: AppTest, kind: str) -> bool:
@@ -77,9 +80,9 @@ def test_a_gpu_is_the_default_and_there_is_something_to_copy_to() -> None:
     assert "NVIDIA H200, 139 GiB, the default" in said
     assert "Intel Arc: its driver is too old." in said
     assert "From pinned memory" in said
-    assert (page.selectbox[0].value, page.segmented_control[0].value) == ("cuda:0", 32)
+    assert [box.value for box in page.selectbox] == ["cuda:0", 32]
     page.selectbox(key="vgg_device").set_value("cpu")
-    assert rerun(page).segmented_control[0].value == 2
+    assert [box.value for box in rerun(page).selectbox] == ["cpu", 2]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_while_one_is_measured_another_is_refused_and_it_can_be_stopped(measured
     measured.start(COPIES, "cpu", endless)
     page = open_page(PAGE)
     assert not is_enabled(page, COPIES)
-    assert component_data(page)["panels"][0]["progress"] == [0.5, "Half …"]
+    until(lambda: component_data(rerun(page))["panels"][0]["progress"] == [0.5, "Half …"])
     click(page, "Measure multiplication")
     assert page.error[0].value == (
         "Copying to a device is being measured, and each would slow the other. Stop that first, or wait."
@@ -109,7 +112,7 @@ def test_while_one_is_measured_another_is_refused_and_it_can_be_stopped(measured
     page.button(key=f"stop {COPIES}").click()
     rerun(page)
     assert measured.live is None
-    assert component_data(page)["panels"][0]["title"] == "cpu · stopped"
+    assert component_data(page)["panels"][0]["title"].startswith("cpu · stopped")
     click(page, "Measure multiplication")
     assert not page.error
     ended(measured, PRODUCTS)
@@ -118,20 +121,24 @@ def test_while_one_is_measured_another_is_refused_and_it_can_be_stopped(measured
 def test_while_a_run_trains_nothing_is_measured(measured: Measurements, app: RunManager) -> None:
     run = app.start(TrainConfig(epochs=1000))
     page = click(open_page(PAGE), "Take one step")
-    assert f"{run.name} trains, and each would slow the other" in page.error[0].value.replace("\\", "")
+    assert f"Run {run.name} is running: it would be measured, too." in page.error[0].value.replace("\\", "")
     assert measured.newest(VGG) is None
 
 
-def test_a_run_that_begins_meanwhile_is_told(measured: Measurements, app: RunManager) -> None:
-    measured.start(COPIES, "cpu", endless)
-    app.start(TrainConfig(epochs=1000))
-    assert "A run has begun, and slows it." in component_data(open_page(PAGE))["panels"][0]["progress"][1]
+def test_a_measurement_on_a_busy_machine_says_that_it_may_be_too_low(
+    measured: Measurements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "others_use", lambda seconds: 0.61)
+    page = click(open_page(PAGE), "Measure multiplication")
+    ended(measured, PRODUCTS)
+    title = component_data(rerun(page))["panels"][0]["title"]
+    assert title == "cpu · too low, perhaps: something else kept 61% of the CPU busy"
 
 
 @pytest.mark.usefixtures("with_gpu")
 def test_a_step_that_does_not_fit_is_refused_with_what_would(measured: Measurements) -> None:
     page = open_page(PAGE)
-    page.segmented_control(key="vgg_batch cuda:0").set_value(256)
+    page.selectbox(key="vgg_batch cuda:0").set_value(256)
     click(rerun(page), "Take one step")
     assert "A step of VGG16 on 256 images needs about" in page.error[0].value
     assert "Choose at most" in page.error[0].value

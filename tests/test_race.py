@@ -170,7 +170,7 @@ def test_there_is_one_race_at_a_time_and_a_second_click_means_the_same(runs: Run
     assert races.start(first.configs, at_once=False) is first
     with pytest.raises(RunBusyError, match="Another race is on"):
         races.start(first.configs, at_once=True)
-    races.stop()
+    races.stop(wait_seconds=60)
     assert not first.is_live
     second = races.start(first.configs, at_once=False)
     assert second is not first

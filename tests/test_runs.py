@@ -215,9 +215,39 @@ def test_the_second_of_a_pair_follows_the_first_and_nobody_comes_between(home: P
     assert manager.waiting == (second, later)
     stopped_after(first, 1)
     assert ended(second).state.status == ended(later).state.status == "finished"
-    (begun, done), (next_begun, _) = ([change.at for change in run.state.changes[1:]] for run in (second, later))
-    assert next_begun >= (done if places == 1 else begun)
+    (_, done), (next_begun, _) = ([change.at for change in run.state.changes[1:]] for run in (second, later))
+    assert next_begun >= done
     manager.shutdown()
+
+
+def test_a_pair_waits_until_it_has_the_machine_to_itself(home: Path) -> None:
+    manager = RunManager(home, at_once=3)
+    earlier = manager.start(LONG)
+    first, second = manager.start_pair((SHORT, SHORT), ("One", "Two"), at_once=True)
+    later = manager.start(SHORT)
+    assert manager.waiting == (first, second, later)
+    stopped_after(earlier, 1)
+    for run in (first, second, later):
+        assert ended(run).state.status == "finished"
+    assert later.state.changes[1].at >= max(run.state.changes[-1].at for run in (first, second))
+    manager.shutdown()
+
+
+def test_what_measures_alone_is_refused_while_anything_trains_or_is_measured(runs: RunManager) -> None:
+    with runs.quiet(), pytest.raises(RunBusyError, match="A race is being measured"), runs.quiet(alone=True):
+        pass
+    run = runs.start(LONG)
+    until(lambda: has_steps(run, 1))
+    with pytest.raises(RunBusyError, match=f"Run {run.id} is running: it would be measured, too"):
+        runs.quiet(alone=True).__enter__()
+    elsewhere = RunManager(runs.home)  # as another program sees it
+    with pytest.raises(RunBusyError, match=f"Run {run.id} is running"):
+        elsewhere.quiet(alone=True).__enter__()
+    stopped_after(run, 1)
+    with runs.quiet(alone=True):
+        later = runs.start(SHORT)
+        assert later.state.status == "queued"
+    assert ended(later).state.status == "finished"
 
 
 def test_the_second_of_a_pair_begins_though_the_first_was_withdrawn(runs: RunManager) -> None:

@@ -13,7 +13,7 @@ from mnist_trainer.config import OPTIMIZERS, PIPELINES, TrainConfig
 from mnist_trainer.data import DeviceBatches, Mnist, ShuffledOrder, train_and_val_loaders
 from mnist_trainer.errors import ConfigError
 from mnist_trainer.model import MnistModel
-from mnist_trainer.training import OPTIMIZER_FACTORIES, evaluate, fit
+from mnist_trainer.training import OPTIMIZER_FACTORIES, evaluate, fit, load_optimizer
 
 
 def seeded_model(seed: int = 0) -> MnistModel:
@@ -204,3 +204,24 @@ def test_every_optimizer_lowers_the_loss_on_a_few_hundred_digits(optimizer: str,
     before = evaluate(model, batches)["val_loss"]
     fit(3, lr, model, batches, batches, OPTIMIZER_FACTORIES[optimizer])
     assert evaluate(model, batches)["val_loss"] < 0.8 * before
+
+
+def test_an_optimizer_takes_the_state_of_one_on_a_gpu() -> None:
+    first, second = (OPTIMIZER_FACTORIES["Adam"](seeded_model().parameters(), 0.01) for _ in range(2))
+    for parameter in first.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    state = first.state_dict()
+    state["param_groups"][0]["capturable"] = True  # as for a CUDA graph; on the CPU it cannot be stepped so
+    load_optimizer(second, state)
+    for parameter in second.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    second.step()
+    assert second.state_dict()["state"][0]["step"] == 2
+
+
+def test_plain_sgd_without_gradients_leaves_the_weights_alone() -> None:
+    model = seeded_model()
+    before = weights(model)
+    OPTIMIZER_FACTORIES["SGD"](model.parameters(), 0.5).step()
+    assert are_equal(before, weights(model))

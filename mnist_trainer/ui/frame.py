@@ -102,7 +102,7 @@ def measurements() -> "Measurements":
     """The measurements of this process: a reload, or another phone, finds them again."""
     from mnist_trainer.measurements import Measurements
 
-    return Measurements()
+    return Measurements(manager())
 
 
 def status_badge(run: "Run") -> None:

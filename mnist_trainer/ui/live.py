@@ -66,7 +66,7 @@ class Panel(NamedTuple):
         tiles: figures in large type.
         progress: share in [0, 1], and a text.
         title: what it is about.
-        color: of its bar, an index into the theme's colours; by default the theme's first of all.
+        color: of its bar, an index into the theme's colours; by default the theme's primary colour.
     """
 
     tiles: Sequence[Tile] = ()

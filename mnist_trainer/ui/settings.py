@@ -1,6 +1,6 @@
 """The controls of a run's settings, on each page that starts runs. What is set is kept in the address."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import streamlit as st
@@ -32,9 +32,8 @@ def check_address(settings: Mapping[str, str]) -> None:
             # Of the page that was left and is come back to, Streamlit writes 5 as 5.0.
             value = getattr(TrainConfig.from_text({setting: text.removesuffix(".0")}), setting)
             if setting == "device":
-                value = devices.find_device(
-                    value.partition(" ")[0]
-                ).name  # the control writes the GPU's own name behind it
+                name = value.partition(" ")[0]  # the control writes the GPU's own name behind it
+                value = devices.find_device(name).name
         except MnistTrainerError as error:
             st.warning(plain(f"{error} (The address has {key}={text[:60]}.)"))
         else:
@@ -49,7 +48,7 @@ def device_input(place: Any, key: str, default: str = "auto") -> None:
     place.selectbox(
         "Device",
         names,
-        index=0 if default == "auto" else names.index(default),
+        index=0 if default == "auto" else _index(names, default, key),
         format_func=lambda name: name if name == "cpu" else f"{name} · {devices.find_device(name).label}",
         key=key,
         help="\n\n".join(f"{device.name}: {device}" for device in known),
@@ -61,12 +60,17 @@ def pipeline_input(place: Any, key: str, default: str = ARTICLE.pipeline) -> Non
     place.selectbox(
         "Data pipeline",
         PIPELINES,
-        index=PIPELINES.index(default),
+        index=_index(PIPELINES, default, key),
         key=key,
         help="on-device: all images lie on the device, batches are cut there. DataLoader: the article's way, "
         "image by image, then copied. Both give the same batches; compare the speed.",
         **KEPT,
     )
+
+
+def _index(choices: Sequence[str], default: str, key: str) -> int:
+    """Where the default stands. Beside a value from the address Streamlit wants no other one."""
+    return 0 if key in st.session_state else choices.index(default)
 
 
 def hidden_size_input(place: Any, key: str, default: float = ARTICLE.hidden_size) -> None:
