@@ -138,6 +138,12 @@ def test_the_address_sets_both_lanes(app: RunManager) -> None:
     assert not page.warning
 
 
+def test_an_address_with_an_empty_mode_races_fairly(app: RunManager) -> None:
+    page = click(open_page(PAGE, mode="", both_epochs="1", pipeline1="on-device"), "Start race")
+    assert not page.error
+    assert app.waiting  # one after the other
+
+
 @pytest.mark.parametrize(
     ("query", "sentence"),
     [

@@ -146,6 +146,16 @@ def test_the_end_of_the_program_ends_a_race(runs: RunManager) -> None:
     assert over(race).result is None
 
 
+def test_a_stop_is_over_when_both_lanes_are_and_measures_neither_on_the_test_set(runs: RunManager) -> None:
+    race = Race(runs, (LONG, dataclasses.replace(LONG, hidden_size=16)), at_once=True)
+    until(lambda: all(has_steps(lane, 1) for lane in race.lanes))
+    race.stop(wait_seconds=60)
+    assert race.job.was_stopped
+    for lane in race.lanes:
+        assert lane.ended.is_set()
+        assert (lane.state.status, lane.state.test_accuracy) == ("stopped", None)
+
+
 def test_a_stop_ends_the_measuring_too(runs: RunManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "MAX_STEPS", 10**9)
     monkeypatch.setattr(step_times, "MAX_SECONDS", 1e9)
