@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Measurement:
         kind: what a person calls it: "Copying".
         about: on what, with its settings: "cpu, 4 images".
         measure: what is done.
+        alone: is left when it is over.
 
     Attributes:
         rows: what was measured so far, frozen values; may be read from any thread.
@@ -36,17 +38,20 @@ class Measurement:
         busy_before: share of the CPU that other programs used just before it began, in [0, 1].
     """
 
-    def __init__(self, kind: str, about: str, measure: Measure) -> None:
+    def __init__(
+        self, kind: str, about: str, measure: Measure, alone: AbstractContextManager[Any] | None = None
+    ) -> None:
         self.rows: tuple[Any, ...] = ()
         self.kind, self.about = kind, about
         self.busy_before = 0.0
         self._measure = measure
+        self._alone = alone or contextlib.nullcontext()
         self.job = Job(self._work, kind)
 
     def _work(self, job: Job) -> None:
         try:
-            self.busy_before = others_use(LISTEN_SECONDS)
-            with cpu_threads():
+            with self._alone, cpu_threads():
+                self.busy_before = others_use(LISTEN_SECONDS)
                 self._measure(job, self._add)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold on to the tensors
@@ -83,13 +88,8 @@ class Measurements:
                 )
             alone = contextlib.ExitStack()
             alone.enter_context(self._runs.quiet(alone=True))
-
-            def measure_alone(job: Job, emit: Callable[[Any], None]) -> None:
-                with alone:
-                    measure(job, emit)
-
             try:
-                self._newest[kind] = Measurement(kind, about, measure_alone)
+                self._newest[kind] = Measurement(kind, about, measure, alone)
             except RunBusyError:  # the system has no thread for it
                 alone.close()
                 raise

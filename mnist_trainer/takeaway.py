@@ -64,7 +64,7 @@ def script(
 ) -> str:
     """The source of one Python file that repeats a run with torch and torchvision alone.
 
-    On the CPU it gives the run's figures and weights, bit for bit; it uses a CUDA GPU if there is one.
+    On the CPU it gives figures and weights of a run of one process, bit for bit; it uses a CUDA GPU if there is one.
 
     Args:
         config: the run's settings; `device` is not one of the script's.

@@ -15,7 +15,6 @@ from mnist_trainer.errors import MnistTrainerError
 from mnist_trainer.machine import this_machine
 from mnist_trainer.measurements import Measure, Measurement
 from mnist_trainer.rates import Rate, copy_rates, product_rates
-from mnist_trainer.runs import RunManager
 from mnist_trainer.ui.frame import errors_shown, measurements, page, plain
 from mnist_trainer.ui.live import Panel, live, live_data, page_interval, shared
 from mnist_trainer.vgg import LayerTime, Step, check_vgg_fits, vgg_memory, vgg_step
@@ -30,7 +29,7 @@ CPU_BATCH_SIZES = BATCH_SIZES[:5]  # a layer of more takes too long to be stoppe
 CPU_BATCH_SIZE, GPU_BATCH_SIZE = 2, 32  # a step on the CPU of a small laptop takes some five seconds
 
 
-def main(runs: RunManager) -> None:
+def main() -> None:
     st.header("Devices")
     known = stand()  # before anything is shown of it: what begins meanwhile is seen by the lookout
     with st.spinner("Trying the devices …"):
@@ -38,13 +37,13 @@ def main(runs: RunManager) -> None:
     works = [device for device in devices if device.is_available]
     facts(devices, default=works[0])
     names, has_others = ", ".join(device.name for device in works), len(works) > 1
-    with section(runs, PRODUCTS):
+    with section(PRODUCTS):
         st.caption(
             "Training is made of products of matrices. Small ones are over before a device gets going; "
             "with large ones each shows its full speed, and a GPU leaves the CPU far behind."
         )
-        buttons(runs, PRODUCTS, "Measure multiplication", lambda: (names, partial(product_rates, works)))
-    with section(runs, COPIES):
+        buttons(PRODUCTS, "Measure multiplication", lambda: (names, partial(product_rates, works)))
+    with section(COPIES):
         st.caption(
             "What a GPU computes with has to be in its own memory first. From pinned memory, which the system may "
             "not move, it is copied faster; a small piece takes as long as a larger one."
@@ -53,13 +52,13 @@ def main(runs: RunManager) -> None:
             "within this machine's memory."
         )
         about = names if has_others else "within the memory"
-        buttons(runs, COPIES, "Measure copying", lambda: (about, partial(copy_rates, works)))
-    with section(runs, VGG):
+        buttons(COPIES, "Measure copying", lambda: (about, partial(copy_rates, works)))
+    with section(VGG):
         st.caption(
             "A well-known network of 2014, with 138 million parameters: its convolutions take most of the time, its "
             "last three layers hold most of the weights. The step is a real one, on made-up images."
         )
-        vgg_controls(runs, works)
+        vgg_controls(works)
     st.fragment(lookout, run_every=None if measurements().live else LOOKOUT_SECONDS)(known)
 
 
@@ -90,7 +89,7 @@ def facts(devices: Sequence[Device], default: Device) -> None:
 
 
 @contextmanager
-def section(runs: RunManager, kind: str) -> Iterator[None]:
+def section(kind: str) -> Iterator[None]:
     """What can be measured, with its controls inside, and below them what came of the newest measurement."""
     with st.container(border=True):
         st.subheader(kind)
@@ -102,12 +101,12 @@ def section(runs: RunManager, kind: str) -> Iterator[None]:
                 st.error(plain(measurement.job.problem), icon=":material/error:")
             is_live, interval = measurement.job.is_live, page_interval()
             panel = st.fragment(live_panel, run_every=interval if is_live else None)
-            panel(runs, measurement, is_live, interval)
+            panel(measurement, is_live, interval)
             if steps := [row for row in measurement.rows if isinstance(row, Step)]:
                 st.markdown(comparison(steps))
 
 
-def buttons(runs: RunManager, kind: str, label: str, wanted: Callable[[], tuple[str, Measure]]) -> None:
+def buttons(kind: str, label: str, wanted: Callable[[], tuple[str, Measure]]) -> None:
     """Begin and stop; `wanted` gives what is measured, and how."""
     measurement = measurements().newest(kind)
     is_live = measurement is not None and measurement.job.is_live
@@ -119,12 +118,12 @@ def buttons(runs: RunManager, kind: str, label: str, wanted: Callable[[], tuple[
             disabled=is_live,
             key=f"begin {kind}",
             on_click=begin,
-            args=(runs, kind, wanted),
+            args=(kind, wanted),
         )
         st.button("Stop", icon=":material/stop:", disabled=not is_live, key=f"stop {kind}", on_click=stop, args=(kind,))
 
 
-def vgg_controls(runs: RunManager, works: Sequence[Device]) -> None:
+def vgg_controls(works: Sequence[Device]) -> None:
     with st.container(horizontal=True):
         name = st.selectbox(
             "Device",
@@ -152,10 +151,10 @@ def vgg_controls(runs: RunManager, works: Sequence[Device]) -> None:
         check_vgg_fits(images, device.name)
         return f"{images} image{'s' * (images != 1)} on {name}", partial(vgg_step, device, images)
 
-    buttons(runs, VGG, "Take one step", wanted)
+    buttons(VGG, "Take one step", wanted)
 
 
-def begin(runs: RunManager, kind: str, wanted: Callable[[], tuple[str, Measure]]) -> None:
+def begin(kind: str, wanted: Callable[[], tuple[str, Measure]]) -> None:
     """Callback of a section's first button: begin, or say why not."""
     try:
         measurements().start(kind, *wanted())
@@ -179,7 +178,7 @@ def lookout(known: tuple[object, ...]) -> None:
         st.rerun()
 
 
-def live_panel(runs: RunManager, measurement: Measurement, is_live: bool, interval: float) -> None:
+def live_panel(measurement: Measurement, is_live: bool, interval: float) -> None:
     """Progress and chart of a measurement: only this refreshes, and only while it is going on."""
     with errors_shown():
         job, wanted = measurement.job, page_interval()
@@ -187,11 +186,11 @@ def live_panel(runs: RunManager, measurement: Measurement, is_live: bool, interv
         if job.is_live != is_live or is_wrong:
             st.rerun()
         version = (is_live, job.progress, len(measurement.rows))
-        data = shared(measurement, version, lambda: panel_data(runs, measurement), is_moving=is_live)
+        data = shared(measurement, version, lambda: panel_data(measurement), is_moving=is_live)
         live(f"panel {measurement.kind}", data)
 
 
-def panel_data(runs: RunManager, measurement: Measurement) -> dict[str, Any]:
+def panel_data(measurement: Measurement) -> dict[str, Any]:
     """What the panel shows, the same for all pages."""
     job, rows, kind = measurement.job, measurement.rows, measurement.kind
     progress = (job.progress.share, f"{job.progress.text} …") if job.is_live else None
@@ -245,5 +244,5 @@ def rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-with page("Devices") as runs:
-    main(runs)
+with page("Devices"):
+    main()

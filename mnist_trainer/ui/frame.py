@@ -97,7 +97,7 @@ def manager() -> "RunManager":
     return runs
 
 
-@st.cache_resource(show_spinner=False, on_release=lambda measured: measured.stop(wait_seconds=10.0))
+@st.cache_resource(show_spinner=False, on_release=lambda measured: measured.stop(wait_seconds=3.0))
 def measurements() -> "Measurements":
     """The measurements of this process: a reload, or another phone, finds them again."""
     from mnist_trainer.measurements import Measurements
