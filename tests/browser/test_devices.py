@@ -41,7 +41,8 @@ def test_a_chart_grows_as_it_is_measured_and_another_phone_shows_the_same(pages:
 def test_a_step_of_vgg16_can_be_stopped_between_two_layers(pages: Pages) -> None:
     page = pages.open("/devices", color_scheme="dark")
     page.get_by_text("It will take about 1.53 GB").wait_for()
-    page.get_by_role("radio", name="16", exact=True).click()
+    page.get_by_role("combobox", name="Batch size").click()
+    page.get_by_role("option", name="16", exact=True).click()
     expect(page.get_by_text("It will take about 3.1 GB")).to_be_visible()
     begin(page, "Take one step")
     expect(page.get_by_text(re.compile(r"(Forward|Backward) pass: \w+ is done"))).to_be_visible()
@@ -60,7 +61,7 @@ def test_while_a_run_trains_the_machines_use_moves_beside_its_charts(pages: Page
     assert page.locator(".live-chart").nth(2).evaluate(width) > 1.5 * page.locator(".live-chart").first.evaluate(width)
     page.get_by_role("link", name="Devices").click()
     begin(page, "Measure copying")
-    expect(page.get_by_role("alert")).to_contain_text("trains, and each would slow the other")
+    expect(page.get_by_role("alert")).to_contain_text("is running: it would be measured, too")
     page.get_by_role("link", name="Train").click()
     page.get_by_role("button", name="Pause").wait_for()
     page.get_by_test_id("stMain").get_by_role("button", name="Stop").click()
