@@ -345,7 +345,8 @@ def live_panel(runs: RunManager, run_id: str, shown: tuple[object, ...], interva
         history = run.snapshot()
         version = (run.state, history.steps, len(history.epochs), history.rates, run.is_testing, place(runs, run))
         is_moving = run.state.status == "running"
-        live("panel", shared((run.id, *looks), version, lambda: panel_data(runs, run, *looks), is_moving=is_moving))
+        key = (run.folder.path, *looks)
+        live("panel", shared(key, version, lambda: panel_data(runs, run, *looks), is_moving=is_moving))
 
 
 def facts(run: Run) -> tuple[object, ...]:

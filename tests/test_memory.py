@@ -31,5 +31,5 @@ print(json.dumps([start, peak, sizes]))
 """
     start, peak, sizes = json.loads(python(code))
     assert peak - start < 300 * MEGABYTE
-    # The first ones fill the caches of what was looked at, and the allocator's.
-    assert max(sizes[-10:]) - max(sizes[20:30]) < 30 * MEGABYTE, [size // MEGABYTE for size in sizes]
+    # The first ones fill the caches of what was looked at. What the allocator gives back at times comes and goes.
+    assert min(sizes[-20:]) - min(sizes[20:40]) < 20 * MEGABYTE, [size // MEGABYTE for size in sizes]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mnist_trainer import trainer
+from mnist_trainer import devices, trainer
 from mnist_trainer.config import OPTIMIZERS, TrainConfig
 from mnist_trainer.errors import ConfigError, MnistTrainerError, RunBusyError, RunFolderError, RunNotFoundError
 from mnist_trainer.history import RateChange
@@ -367,10 +367,10 @@ def test_what_a_run_had_come_to_stays_until_it_trains_again(runs: RunManager, mo
 
 def test_a_run_goes_on_with_as_many_threads_as_it_had(runs: RunManager, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(CONFIG, hidden_size=512, epochs=1)
-    monkeypatch.setattr(trainer, "_all_threads", 2)
+    monkeypatch.setattr(devices, "_all_threads", 2)
     expected, run = ended(runs.start(config)), stopped_after(runs.start(config), 5)
     assert run.state.threads == 2
-    monkeypatch.setattr(trainer, "_all_threads", 1)
+    monkeypatch.setattr(devices, "_all_threads", 1)
     assert_the_same(ended(runs.resume(run.id)), expected)
     torch.set_num_threads(1)
 
