@@ -113,7 +113,7 @@ class Race:
 
     def _conduct(self, job: Job) -> None:
         try:
-            self._follow(job, lambda lane: lane is self.lanes[1] or lane.state.status != "queued")
+            self._follow(job, lambda _: self.lanes[0].state.status != "queued")
             with self._runs.quiet():  # whoever waits begins when all is measured
                 self._follow(job, lambda lane: lane.ended.is_set())
                 times = self._measured(job)

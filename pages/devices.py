@@ -16,7 +16,8 @@ from mnist_trainer.machine import this_machine
 from mnist_trainer.measurements import Measure, Measurement
 from mnist_trainer.rates import Rate, copy_rates, product_rates
 from mnist_trainer.ui.frame import errors_shown, measurements, page, plain
-from mnist_trainer.ui.live import Panel, live, live_data, page_interval, shared
+from mnist_trainer.ui.live import Panel, has_wrong_interval, live, live_data, page_interval, shared
+from mnist_trainer.ui.settings import device_text
 from mnist_trainer.vgg import LayerTime, Step, check_vgg_fits, vgg_memory, vgg_step
 
 LOOKOUT_SECONDS = 5.0  # for what somebody else begins
@@ -128,7 +129,7 @@ def vgg_controls(works: Sequence[Device]) -> None:
         name = st.selectbox(
             "Device",
             [device.name for device in works],
-            format_func=lambda name: name if name == "cpu" else f"{name} · {find_device(name).label}",
+            format_func=device_text,
             key="vgg_device",
             width=280,
             persist_state="session",
@@ -181,9 +182,8 @@ def lookout(known: tuple[object, ...]) -> None:
 def live_panel(measurement: Measurement, is_live: bool, interval: float) -> None:
     """Progress and chart of a measurement: only this refreshes, and only while it is going on."""
     with errors_shown():
-        job, wanted = measurement.job, page_interval()
-        is_wrong = is_live and (wanted > interval or wanted < interval / 2)
-        if job.is_live != is_live or is_wrong:
+        job = measurement.job
+        if job.is_live != is_live or (is_live and has_wrong_interval(interval)):
             st.rerun()
         version = (is_live, job.progress, len(measurement.rows))
         data = shared(measurement, version, lambda: panel_data(measurement), is_moving=is_live)

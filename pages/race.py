@@ -18,6 +18,7 @@ from mnist_trainer.ui.live import (
     Panel,
     Tile,
     duration,
+    has_wrong_interval,
     live,
     live_data,
     number,
@@ -220,8 +221,7 @@ def statuses(race: Race) -> list[str]:
 def live_panel(races: Races, race: Race, is_on: bool, shown: list[str], interval: float) -> None:
     """Both lanes, and their curves while they train: the only part of the page that refreshes by itself."""
     with errors_shown():
-        wanted = page_interval()
-        is_wrong = is_on and (wanted > interval or wanted < interval / 2)
+        is_wrong = is_on and has_wrong_interval(interval)
         if races.newest is not race or race.is_live != is_on or statuses(race) != shown or is_wrong:
             st.rerun()  # the page around it depends on them
         key = ("race", is_on, *(lane.id for lane in race.lanes))

@@ -1,6 +1,7 @@
 """The Runs page: every run in a table; ticked ones compared, or one of them in full."""
 
 import io
+from collections.abc import Callable
 from dataclasses import astuple
 from datetime import datetime
 from typing import Any
@@ -174,11 +175,7 @@ def undo_bar(runs: RunManager) -> None:
 
 
 def undelete(runs: RunManager, run_ids: list[str]) -> None:
-    for run_id in run_ids:
-        try:
-            runs.undelete(run_id)
-        except MnistTrainerError as error:
-            tell(error)
+    with_each(run_ids, runs.undelete)
 
 
 def damaged_runs(runs: RunManager) -> None:
@@ -201,13 +198,20 @@ def confirm_deletion(runs: RunManager, run_ids: list[str]) -> None:
 
 
 def delete(runs: RunManager, run_ids: list[str]) -> None:
+    def delete_one(run_id: str) -> None:
+        runs.delete(run_id)
+        tick([ticked for ticked in ticked_ids() if ticked != run_id])
+
+    with_each(run_ids, delete_one)
+
+
+def with_each(run_ids: list[str], act: Callable[[str], None]) -> None:
+    """Do it with each of them; where it cannot be done, say why, and go on with the next."""
     for run_id in run_ids:
         try:
-            runs.delete(run_id)
+            act(run_id)
         except MnistTrainerError as error:
             tell(error)
-        else:
-            tick([ticked for ticked in ticked_ids() if ticked != run_id])
 
 
 def tell(error: MnistTrainerError) -> None:

@@ -20,6 +20,7 @@ from mnist_trainer.ui.live import (
     chart_looks,
     chart_options,
     duration,
+    has_wrong_interval,
     live,
     live_data,
     number,
@@ -336,9 +337,7 @@ def live_panel(runs: RunManager, run_id: str, shown: tuple[object, ...], interva
             run = runs.get(run_id)
         except MnistTrainerError:  # somebody has taken its folder away: the page says so, and shows another
             st.rerun()
-        wanted = page_interval()
-        # To go faster by one stage can wait until the page is made anew for another reason.
-        is_wrong = run.is_live and (wanted > interval or wanted < interval / 2)
+        is_wrong = run.is_live and has_wrong_interval(interval)
         if facts(run) != shown or is_wrong:
             st.rerun()  # the page around it depends on them
         looks = chart_looks()

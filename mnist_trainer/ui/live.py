@@ -178,6 +178,15 @@ def page_interval() -> float:
     return refresh_seconds(st.session_state.setdefault(VIEWER, uuid.uuid4().hex))
 
 
+def has_wrong_interval(interval: float) -> bool:
+    """Whether this page, which refreshes every `interval` seconds, is to do so otherwise from now on.
+
+    To go faster by one stage can wait until the page is made anew for another reason.
+    """
+    wanted = page_interval()
+    return wanted > interval or wanted < interval / 2
+
+
 def number(value: float | None, form: str) -> str:
     """`value` in this format; a dash for one that is not known yet."""
     return "–" if value is None else format(value, form)

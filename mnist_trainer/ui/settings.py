@@ -41,6 +41,11 @@ def check_address(settings: Mapping[str, str]) -> None:
                 st.session_state[key] = value  # a list takes its own spelling only
 
 
+def device_text(name: str) -> str:
+    """A device in a list of them: PyTorch's name, and what a person calls it."""
+    return name if name == "cpu" else f"{name} · {devices.find_device(name).label}"
+
+
 def device_input(place: Any, key: str, default: str = "auto") -> None:
     """A list of the devices that work, the fastest first."""
     known = devices.all_devices()
@@ -49,7 +54,7 @@ def device_input(place: Any, key: str, default: str = "auto") -> None:
         "Device",
         names,
         index=0 if default == "auto" else _index(names, default, key),
-        format_func=lambda name: name if name == "cpu" else f"{name} · {devices.find_device(name).label}",
+        format_func=device_text,
         key=key,
         help="\n\n".join(f"{device.name}: {device}" for device in known),
         **KEPT,
