@@ -78,15 +78,17 @@ def main(runs: RunManager) -> None:
     is_on = race is not None and race.is_live  # looked at once: it may end while this page is made
     lane_settings(is_open=race is None)
     buttons(runs, races, race, is_on=is_on)
-    if problem := st.session_state.pop(ADVICE, ""):
-        st.error(plain(problem), icon=":material/error:")
-    if race is None:
-        st.info("Two networks race for the same epochs, from the same seed. Press **Start race**.")
-    elif is_on:
-        lane_panels(races, race, is_on=True)
-    else:
-        outcome(race)
-        lane_panels(races, race, is_on=False)
+    above = st.container()  # the panel keeps its place on the page from race to race, and so stays mounted
+    with above:
+        if problem := st.session_state.pop(ADVICE, ""):
+            st.error(plain(problem), icon=":material/error:")
+        if race is None:
+            st.info("Two networks race for the same epochs, from the same seed. Press **Start race**.")
+        elif not is_on:
+            outcome(race)
+    if race:
+        lane_panels(races, race, is_on=is_on)
+    if race and not is_on:
         if race.result:
             breakdown(race, race.result)
         live(f"curves {race.lanes[0].id}", live_data(curves(race), f"curves {race.lanes[0].id}"))
@@ -224,7 +226,7 @@ def live_panel(races: Races, race: Race, is_on: bool, shown: list[str], interval
         is_wrong = is_on and has_wrong_interval(interval)
         if races.newest is not race or race.is_live != is_on or statuses(race) != shown or is_wrong:
             st.rerun()  # the page around it depends on them
-        key = ("race", is_on, *(lane.id for lane in race.lanes))
+        key = ("race", is_on, *(lane.id for lane in race.lanes), *shown)
         version = [
             (lane.state, lane.is_testing, history.steps, len(history.epochs))
             for lane, history in zip(race.lanes, race.histories, strict=True)

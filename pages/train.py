@@ -344,7 +344,7 @@ def live_panel(runs: RunManager, run_id: str, shown: tuple[object, ...], interva
         history = run.snapshot()
         version = (run.state, history.steps, len(history.epochs), history.rates, run.is_testing, place(runs, run))
         is_moving = run.state.status == "running"
-        key = (run.folder.path, *looks)
+        key = (run.folder.path, run.state.status, run.is_testing, *looks)
         live("panel", shared(key, version, lambda: panel_data(runs, run, *looks), is_moving=is_moving))
 
 

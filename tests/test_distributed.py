@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from mnist_trainer.config import HOME_VARIABLE, TrainConfig
 from mnist_trainer.devices import Device
 from mnist_trainer.errors import DeviceUnavailableError
 from mnist_trainer.group import Group
+from mnist_trainer.model import seeded_model
 from mnist_trainer.run import Run
 from mnist_trainer.runs import RunManager
 from mnist_trainer.ui.frame import settings_line
@@ -111,16 +113,25 @@ def trained_alone(home: Path, config: TrainConfig) -> Run:
 
 
 def assert_the_same_curves(one: Run, other: Run, steps: int | None = None) -> None:
-    """Every step's loss and accuracy, and every epoch's validation, agree but for rounding."""
+    """Every step's loss and accuracy, and every epoch's validation, agree but for rounding.
+
+    Rounding grows from step to step, so the first agree more closely. Other batches, or gradients that are weighed
+    otherwise, are far from both: losses of two batches differ by 0.1.
+    """
     ours, theirs = one.snapshot(), other.snapshot()
     assert not one.problem
     assert steps or (ours.steps == theirs.steps and len(ours.epochs) == len(theirs.epochs) > 0)
-    np.testing.assert_allclose(ours.losses[:steps], theirs.losses[:steps], rtol=0, atol=1e-4)
-    assert np.abs(ours.accuracies[:steps] - theirs.accuracies[:steps]).mean() < 1e-4
+    np.testing.assert_allclose(ours.losses[:20], theirs.losses[:20], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours.losses[:steps], theirs.losses[:steps], rtol=0, atol=5e-3)
+    assert np.abs(ours.accuracies[:steps] - theirs.accuracies[:steps]).mean() < 5e-4
     for mine, other_epoch in zip(ours.epochs, theirs.epochs, strict=not steps):
         assert mine.step == other_epoch.step
-        assert mine.val_loss == pytest.approx(other_epoch.val_loss, abs=1e-4)
-        assert mine.val_accuracy == pytest.approx(other_epoch.val_accuracy, abs=5e-4)
+        assert mine.val_loss == pytest.approx(other_epoch.val_loss, abs=1e-3)
+        assert mine.val_accuracy == pytest.approx(other_epoch.val_accuracy, abs=1e-3)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
 
 
 def test_two_processes_train_as_one_does(launch: Launch, home: Path) -> None:
@@ -136,9 +147,10 @@ def test_two_processes_train_as_one_does(launch: Launch, home: Path) -> None:
     alone = trained_alone(home, config)
     assert alone.state.processes == 1
     assert_the_same_curves(run, alone)
-    assert run.state.test_accuracy == pytest.approx(alone.state.test_accuracy, abs=5e-4)
-    for name, tensor in weights(run).weights.items():
-        torch.testing.assert_close(tensor, weights(alone).weights[name], rtol=0, atol=1e-4)
+    assert run.state.test_accuracy == pytest.approx(alone.state.test_accuracy, abs=1e-3)
+    first = seeded_model(config).state_dict()
+    both, one = weights(run).weights, weights(alone).weights
+    assert distance(both, one) < 0.005 * distance(first, one)
 
 
 def test_shares_may_be_uneven_and_even_empty_in_the_articles_pipeline_too(launch: Launch, home: Path) -> None:

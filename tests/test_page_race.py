@@ -79,7 +79,7 @@ def test_at_once_it_says_so_and_a_stop_keeps_both_lanes_without_a_verdict(app: R
     assert [lane.state.status for lane in lanes] == ["running", "running"]
     assert button(rerun(page), "Start race").disabled
     other = open_page(PAGE)  # another tab sees the same race
-    assert all("Epoch" in each for each in progress(other))
+    until(lambda: all("Epoch" in each for each in progress(rerun(other))))
     click(other, "Stop")
     until(lambda: not any(lane.is_live for lane in lanes))
     assert "it has no result" in rerun(page).warning[0].value

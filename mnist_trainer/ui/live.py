@@ -140,7 +140,7 @@ def shared(key: Hashable, version: Hashable, make: Callable[[], dict[str, Any]],
     """What `make` gives, made once a tick for all pages.
 
     Args:
-        key: of what is shown, with its options.
+        key: of what is shown, with its options and all that has to be seen at once.
         version: changes when something about it does.
         make: is called if nobody has called it for this version, or within a tick.
         is_moving: whether an older version will do, if it is a tick old at most.

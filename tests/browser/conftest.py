@@ -52,6 +52,9 @@ class Server:
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(STOP_SECONDS)
 
+    def has_live_run(self) -> bool:
+        return any(run.is_live for run in RunManager(self.home).all())
+
 
 def start_server(home: Path) -> Server:
     with socket.socket() as free:
@@ -97,12 +100,27 @@ def trained_home(tmp_path_factory: pytest.TempPathFactory, mnist_root: Path) -> 
     return home
 
 
-@pytest.fixture(scope="session")
-def server(trained_home: Path) -> Iterator[Server]:
-    server = start_server(trained_home)
-    yield server
+def end_server(server: Server) -> None:
     assert server.stop() == 0, server.log.read_text()
     assert "Traceback" not in server.log.read_text(), server.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def servers(trained_home: Path) -> Iterator[list[Server]]:
+    """The one server of all tests that leave no run behind, and none before the first."""
+    servers = list[Server]()
+    yield servers
+    for server in servers:
+        end_server(server)
+
+
+@pytest.fixture
+def server(servers: list[Server], trained_home: Path) -> Iterator[Server]:
+    if not servers:
+        servers.append(start_server(trained_home))
+    yield servers[0]
+    if servers[0].has_live_run():  # of a test that failed: the next one is not to find it
+        end_server(servers.pop())
 
 
 @pytest.fixture(scope="session")

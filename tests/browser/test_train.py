@@ -119,15 +119,15 @@ def test_start_stop_and_page_changes_in_quick_succession_leave_one_sound_panel(p
     page = pages.open("/train?epochs=900")
     button = page.get_by_role("button", name="Start training")
     for _ in range(10):
-        button.wait_for()
         expect(button).to_be_enabled()
+        expect(stop_button(page)).to_be_disabled()  # what is shown is what the server has
         page.keyboard.press("Control+Shift+S")
         expect(stop_button(page)).to_be_enabled()
         page.get_by_role("link", name="Draw").click()
         page.get_by_role("link", name="Home").click()
         page.get_by_role("link", name="Train").click()
         stop_button(page).click()
-    expect(page.get_by_text("stopped", exact=True)).to_be_visible()
+        expect(page.get_by_text("stopped", exact=True)).to_be_visible()
     expect(page.locator(".live-chart")).to_have_count(2)
     expect(page.get_by_role("alert")).to_have_count(0)
 
