@@ -75,9 +75,11 @@ def main(runs: RunManager) -> None:
     check_mode()
     races = races_of(runs)
     race = races.newest
-    is_on = race is not None and race.is_live  # looked at once: it may end while this page is made
+    # Looked at once, before anything is shown of it: what changes meanwhile is seen by the panel and the lookout.
+    is_on, training = race is not None and race.is_live, runs.training
+    shown = statuses(race) if race else []
     lane_settings(is_open=race is None)
-    buttons(runs, races, race, is_on=is_on)
+    buttons(races, race, is_on=is_on, is_busy=training is not None and not is_on)
     above = st.container()  # the panel keeps its place on the page from race to race, and so stays mounted
     with above:
         if problem := st.session_state.pop(ADVICE, ""):
@@ -87,13 +89,15 @@ def main(runs: RunManager) -> None:
         elif not is_on:
             outcome(race)
     if race:
-        lane_panels(races, race, is_on=is_on)
+        interval = page_interval()
+        panel = st.fragment(live_panel, run_every=interval if is_on else None)
+        panel(races, race, is_on, shown, interval)
     if race and not is_on:
         if race.result:
             breakdown(race, race.result)
         live(f"curves {race.lanes[0].id}", live_data(curves(race), f"curves {race.lanes[0].id}"))
         compare_button(race)
-    st.fragment(lookout, run_every=None if is_on else LOOKOUT_SECONDS)(runs, races, race, runs.training)
+    st.fragment(lookout, run_every=None if is_on else LOOKOUT_SECONDS)(runs, races, race, training)
 
 
 def check_mode() -> None:
@@ -127,7 +131,7 @@ def default_lanes() -> Configs:
     return TrainConfig("cpu", hidden_size=GPU_HIDDEN_SIZE), TrainConfig(best, hidden_size=GPU_HIDDEN_SIZE)
 
 
-def buttons(runs: RunManager, races: Races, race: Race | None, *, is_on: bool) -> None:
+def buttons(races: Races, race: Race | None, *, is_on: bool, is_busy: bool) -> None:
     """What both lanes share, and the button. They keep their places, whatever the race's state."""
     with st.container(horizontal=True, vertical_alignment="bottom"):
         number_input(
@@ -135,7 +139,6 @@ def buttons(runs: RunManager, races: Races, race: Race | None, *, is_on: bool) -
         )
         number_input(st, "Learning rate", "both_lr", ARTICLE.learning_rate, 0.1, "Of both lanes.", width=190)
         st.segmented_control("Lanes run", list(MODES), default=FAIR, required=True, key="mode", bind="query-params")
-        is_busy = runs.training is not None and not is_on
         st.button(
             "Queue the race" if is_busy else "Start race",
             type="primary",
@@ -206,13 +209,6 @@ def explained(race: Race) -> str:
     if race.at_once:
         text += " They shared the machine: one after the other is the fair way to compare."
     return text
-
-
-def lane_panels(races: Races, race: Race, *, is_on: bool) -> None:
-    """Both lanes as they train, or as they ended."""
-    interval = page_interval()
-    panel = st.fragment(live_panel, run_every=interval if is_on else None)
-    panel(races, race, is_on, statuses(race), interval)
 
 
 def statuses(race: Race) -> list[str]:

@@ -69,24 +69,25 @@ def main(runs: RunManager) -> None:
     current = runs.current()
     current_id = current.id if current else None
     run = chosen_run(runs, current)
-    buttons(runs, run, current)
+    busy = runs.training
+    shown = facts(run) if run else ()  # before anything is shown of it: what changes meanwhile is seen by the panel
+    buttons(runs, run, current, is_busy=busy is not None)
     if problem := st.session_state.get(ADVICE):
         st.error(plain(problem), icon=":material/error:")
     if run is None:
         st.info("No run yet. Keep these settings, or change them, and press **Start training**.")
-        st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, current_id)
+        st.fragment(lookout, run_every=LOOKOUT_SECONDS)(runs, current_id, busy)
         return
-    run.snapshot()  # finds what is wrong with its history
     head(run)
     interval = page_interval()
     panel = st.fragment(live_panel, run_every=interval if run.is_live else None)
-    panel(runs, run.id, facts(run), interval)
+    panel(runs, run.id, shown, interval)
     st.caption(
         "Training: the last 50 batches. Validation: 10,000 images kept out of training, after each epoch. "
         "Test: 10,000 others, measured once, when the run has ended; nothing is chosen by them."
     )
     chart_options()
-    st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, current_id)
+    st.fragment(lookout, run_every=None if run.is_live else LOOKOUT_SECONDS)(runs, current_id, busy)
 
 
 def controls() -> None:
@@ -139,10 +140,9 @@ def chosen_run(runs: RunManager, current: Run | None) -> Run | None:
     return current
 
 
-def buttons(runs: RunManager, run: Run | None, current: Run | None) -> None:
+def buttons(runs: RunManager, run: Run | None, current: Run | None, *, is_busy: bool) -> None:
     """Start a run, and steer the one that is shown. They keep their places, whatever its state."""
     status = run.state.status if run and run.is_trained_here else ""
-    is_busy = runs.training is not None
     with st.container(horizontal=True, vertical_alignment="bottom"):
         st.button(
             "Queue it" if is_busy else "Start training",
@@ -350,7 +350,8 @@ def live_panel(runs: RunManager, run_id: str, shown: tuple[object, ...], interva
 
 def facts(run: Run) -> tuple[object, ...]:
     """What the page says of the run outside the panel."""
-    return run.state, run.learning_rate, run.problem, run.name
+    run.snapshot()  # finds what is wrong with its history
+    return run.state, run.is_trained_here, run.learning_rate, run.problem, run.name
 
 
 def panel_data(runs: RunManager, run: Run, x_axis: str, smoothing: float, is_log: bool) -> dict[str, Any]:
@@ -419,10 +420,10 @@ def tiles(run: Run) -> list[Tile]:
     ]
 
 
-def lookout(runs: RunManager, known: str | None) -> None:
+def lookout(runs: RunManager, known: str | None, busy: Run | None) -> None:
     """Follow a run that starts in another tab or program: a class has its pages open before the teacher begins."""
     current = runs.current()
-    if (current.id if current else None) != known:
+    if (current.id if current else None) != known or runs.training is not busy:
         st.rerun()
 
 

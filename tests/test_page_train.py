@@ -10,6 +10,7 @@ from mnist_trainer.config import TrainConfig
 from mnist_trainer.devices import Device
 from mnist_trainer.run import Run
 from mnist_trainer.runs import RunManager
+from mnist_trainer.ui import frame
 from tests.pages import button, click, component_data, open_page, rerun, text
 from tests.running import until
 
@@ -92,6 +93,24 @@ def test_a_run_can_be_paused_taken_step_by_step_and_let_go_on(app: RunManager) -
     assert run.state.status == "paused"
     click(page, "Stop")
     assert ended(app).state.status == "stopped"
+
+
+def test_a_run_that_changes_while_its_page_is_made_has_the_buttons_of_its_new_state(
+    app: RunManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = app.start(LONG)
+    until(lambda: run.snapshot().steps)
+    page = click(open_page(PAGE), "Pause")
+    badge = frame.status_badge
+
+    def after_the_buttons(run: Run) -> None:
+        assert run.control
+        run.control.go_on()
+        until(lambda: run.state.status == "running")
+        badge(run)
+
+    monkeypatch.setattr(frame, "status_badge", after_the_buttons)
+    assert not button(rerun(page), "Pause").disabled
 
 
 def test_the_learning_rate_can_be_moved_while_it_trains(app: RunManager) -> None:

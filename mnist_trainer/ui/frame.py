@@ -57,12 +57,12 @@ def page(title: str) -> Iterator["RunManager"]:
             st.page_link(path, label=label, icon=icon)
     with errors_shown():
         runs = manager()
-        if training := runs.training:
+        yield runs
+        if training := runs.training:  # looked at last, so that no page which follows a run shows it older
             with st.sidebar:
                 st.badge(f"A run is {training.state.status}", icon=":material/bolt:", color="blue")
                 waiting = len(runs.waiting)
                 st.caption(plain(training.name) + f" · {waiting} waiting" * bool(waiting))
-        yield runs
 
 
 @contextmanager
