@@ -1,5 +1,6 @@
 """Fixtures on the real MNIST, unpacked once for the whole test run."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from mnist_trainer.runs import RunManager
 from mnist_trainer.ui import frame
 
 torch.set_num_threads(1)  # as runs of the article's size do; several wait for each other on a busy machine
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background job; what the tests start inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
