@@ -26,7 +26,8 @@ def main(runs: RunManager) -> None:
         )
         return
     run = choices[choose(choices)]
-    st.fragment(pad, run_every=REFRESH_SECONDS if run.is_live else None)(run, run.is_live)
+    is_live = run.is_live  # looked at once: it may end while this page is made
+    st.fragment(pad, run_every=REFRESH_SECONDS if is_live else None)(run, is_live)
 
 
 def train_quickly(runs: RunManager) -> None:
