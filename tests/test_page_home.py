@@ -4,10 +4,12 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from mnist_trainer import devices
-from mnist_trainer.config import TrainConfig
+from mnist_trainer.config import AT_ONCE_VARIABLE, TrainConfig
 from mnist_trainer.devices import Device
 from mnist_trainer.runs import RunManager
+from mnist_trainer.ui import frame
 from tests.pages import PAGE_TIMEOUT_SECONDS, rerun, text
+from tests.running import until
 
 
 def home_page() -> AppTest:
@@ -52,6 +54,24 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(app: RunMan
     page = home_page()
     assert "Run broken cannot be read" in page.warning[0].value
     assert run.id in text(page)
+
+
+def test_what_keeps_the_server_from_runs_is_said_in_a_sentence(
+    app: RunManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame.manager.clear()
+    monkeypatch.setenv(AT_ONCE_VARIABLE, "abc")
+    page = home_page()
+    assert [error.value for error in page.error] == [
+        f"{frame.plain(AT_ONCE_VARIABLE)} must be a whole number from 1 to 16; 'abc' is not."
+    ]
+
+
+def test_the_sidebar_tells_of_a_run_that_trains(app: RunManager) -> None:
+    run = app.start(TrainConfig(epochs=1000))
+    until(lambda: run.state.status == "running")
+    said = [str(element.value) for element in home_page().sidebar.markdown]
+    assert any("A run is running" in text for text in said), said
 
 
 @pytest.mark.parametrize(("label", "title"), [("Train a network", "Train"), ("Draw a digit", "Draw a digit")])

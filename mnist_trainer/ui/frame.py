@@ -55,14 +55,18 @@ def page(title: str) -> Iterator["RunManager"]:
         st.markdown("**MNIST Trainer**")
         for path, label, icon in PAGES:
             st.page_link(path, label=label, icon=icon)
+    runs = None
     with errors_shown():
         runs = manager()
+    if runs is None:  # the sentence says why
+        st.stop()
+    with errors_shown():
         yield runs
-        if training := runs.training:  # looked at last, so that no page which follows a run shows it older
-            with st.sidebar:
-                st.badge(f"A run is {training.state.status}", icon=":material/bolt:", color="blue")
-                waiting = len(runs.waiting)
-                st.caption(plain(training.name) + f" · {waiting} waiting" * bool(waiting))
+    if training := runs.training:  # looked at last, so that no page which follows a run shows it older
+        with st.sidebar:
+            st.badge(f"A run is {training.state.status}", icon=":material/bolt:", color="blue")
+            waiting = len(runs.waiting)
+            st.caption(plain(training.name) + f" · {waiting} waiting" * bool(waiting))
 
 
 @contextmanager
